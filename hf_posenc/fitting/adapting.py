@@ -234,7 +234,7 @@ class LayerMatching:
                 row = step % len(wanted)
                 self._in_pieces = row >= self.num_texts
                 begin_row(None if self._in_pieces else row)
-                drawn = self._draw(wanted.shape[1], step // len(wanted), generator)
+                drawn = self._draw(wanted.shape[1], row + step // len(wanted), generator)
                 self._rows, read = (positions.to(wanted.device) for positions in drawn)
                 with torch.enable_grad():
                     error = self._error(module, args, kwargs, wanted, row, read)
@@ -251,16 +251,15 @@ class LayerMatching:
         write_tensors({**weights, "errors": torch.tensor(self.errors[index], dtype=torch.float64)}, partial)
         partial.replace(file)
 
-    def _draw(self, length: int, time: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draw(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Return positions of queries, rising, and of the tokens that the layer gets for them.
 
         Of a text in pieces these are all tokens of some pieces. Of a whole text a share of the queries is within the
-        original length, and the others are in its last quarter, in the next step in its third, and so on: for those in
-        the first half, half of the text is read.
+        original length, and the others are in one of its quarters: for those in the first half, half of it is read.
 
         Args:
             length: Of a text.
-            time: How many steps on this text come before.
+            turn: Of the quarters, from the last to the first; neighbouring texts have different ones.
             generator: Of what is drawn.
         """
         if self._in_pieces:
@@ -270,7 +269,7 @@ class LayerMatching:
             return tokens, tokens
         count = self.config.queries
         short = round(self.config.short_share * count)
-        end = length * (4 - time % 4) // 4
+        end = length * (4 - turn % 4) // 4
         drawn = (
             torch.randint(min(self.original, end), (short,), generator=generator),
             torch.randint(end - length // 4, end, (count - short,), generator=generator),
@@ -319,7 +318,7 @@ def _kept_projections(module: nn.Module) -> Iterator[Callable[[int | None], None
         def forward(states: torch.Tensor) -> torch.Tensor:
             if (row := present[0]) is None:
                 return compute(states)
-            if (linear, row) not in kept:
+            if (linear, row) not in kept or kept[linear, row].shape[1] < states.shape[1]:
                 kept[linear, row] = compute(states)
             return kept[linear, row][:, : states.shape[1]]
 
