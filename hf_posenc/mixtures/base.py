@@ -58,6 +58,13 @@ class Material:
         """Return the random generator of the block ``index`` of a kind."""
         return Random(f"{name} {index} {self.seed}")
 
+    def in_turn(self, name: str, index: int, count: int) -> int:
+        """Return which one of ``count`` a kind takes at ``index``, in random order; none twice before all came once."""
+        passes, position = divmod(index, count)
+        order = list(range(count))
+        self.rng(f"{name} pass", passes).shuffle(order)
+        return order[position]
+
     def stretch(self, num_tokens: int, rng: Random) -> torch.Tensor:
         """Return consecutive tokens of the packed documents from a random one on, int64 ``(num_tokens,)``."""
         stream = self.packed.stream

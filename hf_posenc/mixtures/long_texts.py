@@ -17,7 +17,4 @@ class LongTexts(Kind):
 
     def block(self, index: int) -> list[MaskedTokens]:
         packed = self.material.packed
-        passes, position = divmod(index, len(packed))
-        order = list(range(len(packed)))
-        self.material.rng(f"{self.name} pass", passes).shuffle(order)
-        return packed.pieces(order[position])
+        return packed.pieces(self.material.in_turn(self.name, index, len(packed)))

@@ -53,10 +53,5 @@ class Retention(Kind):
         sizes = [length] * (self.material.seq_len // length)
         if rest := self.material.seq_len % length:
             sizes.append(rest)
-        rows = []
-        for at, size in enumerate(sizes, index * len(sizes)):
-            passes, position = divmod(at, count)
-            order = list(range(count))
-            self.material.rng(f"{self.name} pass", passes).shuffle(order)
-            rows.append((order[position], size))
-        return rows
+        first = index * len(sizes)
+        return [(self.material.in_turn(self.name, at, count), size) for at, size in enumerate(sizes, first)]
