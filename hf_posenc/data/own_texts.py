@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.utils.files import write_tensors
 
 LIKELY = 64  # tokens of each position whose log-probabilities are kept
 
@@ -23,8 +24,9 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
     first: int | None = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
         raise InvalidRequestError(
-            f"{argument('task_mix')}: for 'retention' the model writes texts, and its tokenizer has no token that a "
-            "text begins or ends with: set tokenizer.bos_token to the one that it was trained with."
+            f"for 'retention' of {argument('task_mix')} and for {argument('keep')} the model writes texts, and its "
+            "tokenizer has no token that a text begins or ends with: set tokenizer.bos_token to the one that it was "
+            "trained with."
         )
     return first
 
@@ -46,9 +48,7 @@ class OwnTexts:
     def save(self, file: Path) -> None:
         """Write a safetensors file, whole or not at all."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        save_file({**vars(self), "likely_ids": self.likely_ids.int()}, partial)
-        partial.replace(file)
+        write_tensors({**vars(self), "likely_ids": self.likely_ids.int()}, file)
 
     @classmethod
     def load(cls, file: Path) -> OwnTexts:

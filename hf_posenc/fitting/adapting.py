@@ -34,10 +34,11 @@ from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.config import AdaptConfig
-from hf_posenc.fitting.recording import OwnAttention, write_tensors
+from hf_posenc.fitting.recording import OwnAttention
 from hf_posenc.fitting.rule_attention import RuleAttention, extended_layers, seen_keys
 from hf_posenc.fitting.short_matching import match_short_texts
 from hf_posenc.utils.console import Progress
+from hf_posenc.utils.files import write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -247,9 +248,7 @@ class LayerMatching:
         few = max(1, min(2 * len(wanted), len(errors) // 4))
         again = (len(errors) - few) // (4 * len(wanted)) * 4 * len(wanted)  # the last steps on the same parts
         self.errors[index] = (sum(errors[:few]) / few, sum(errors[again : again + few]) / few)
-        partial = file.with_suffix(".partial")
-        write_tensors({**weights, "errors": torch.tensor(self.errors[index], dtype=torch.float64)}, partial)
-        partial.replace(file)
+        write_tensors({**weights, "errors": torch.tensor(self.errors[index], dtype=torch.float64)}, file)
 
     def _draw(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Return positions of queries, rising, and of the tokens that the layer gets for them.

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import nn
 
 from hf_posenc.attention.inner import inner_attention, inner_name, piece_mask
@@ -23,7 +21,7 @@ from hf_posenc.attention.installation import attention_layers, layer_kind
 from hf_posenc.attention.interface import CROSS, attending_by, attention_of
 from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.utils.files import write_whole
+from hf_posenc.utils.files import write_tensors, write_whole
 
 RECORDED_QUERIES = 2048  # of each layer and text
 _DONE = "recording.json"
@@ -95,14 +93,6 @@ class Recording:
 
 def _file(index: int) -> str:
     return f"layer-{index:03d}.safetensors"
-
-
-def write_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Write tensors as a safetensors file; a full disk is an OSError."""
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
-    except SafetensorError as error:  # a full disk, which is no OSError there
-        raise OSError(f"{str(file)!r} cannot be written: {error}") from error
 
 
 class OwnAttention:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,6 +23,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.utils.console import Progress
+from hf_posenc.utils.files import write_tensors
 
 _SAVE_EVERY = 5
 TOKENS_IN_STRETCHES = 2048  # of a step, where a stretch is no longer
@@ -59,7 +61,7 @@ def match_short_texts(
     body, device = decoder_body(model), model.device
     weights = [weight for name, weight in wrapped.named_parameters() if "lora_" in name]
     optimizer = torch.optim.Adam(weights, config.short_rate)
-    file = folder / "short-texts.pt"
+    file = folder / "short-texts.safetensors"
     done = _load(file, weights, optimizer)
 
     def states(ids: torch.Tensor) -> torch.Tensor:
@@ -143,9 +145,10 @@ def recomputed_layers(model: Any) -> Iterator[None]:
 
 
 def _save(file: Path, weights: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, done: int) -> None:
-    partial = file.with_suffix(".partial")
-    torch.save({"weights": list(weights), "optimizer": optimizer.state_dict(), "done": done}, partial)
-    partial.replace(file)
+    state = {"done": torch.tensor(done)}
+    for at, weight in enumerate(weights):
+        state |= {f"weight {at}": weight, **{f"{name} {at}": kept for name, kept in optimizer.state[weight].items()}}
+    write_tensors(state, file)
 
 
 @torch.no_grad()
@@ -153,8 +156,11 @@ def _load(file: Path, weights: Sequence[torch.Tensor], optimizer: torch.optim.Op
     """Put a kept state into place; return how many steps were done."""
     if not file.is_file():
         return 0
-    state = torch.load(file, weights_only=True, map_location="cpu")
-    for weight, kept in zip(weights, state["weights"], strict=True):
-        weight.copy_(kept)
-    optimizer.load_state_dict(state["optimizer"])
+    state = load_file(file)
+    for at, weight in enumerate(weights):
+        weight.copy_(state[f"weight {at}"])
+        optimizer.state[weight] = {
+            name: state[f"{name} {at}"].to("cpu" if name == "step" else weight.device)
+            for name in ("step", "exp_avg", "exp_avg_sq")
+        }
     return int(state["done"])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def read_json(file: Path) -> Any:
@@ -48,3 +52,20 @@ def write_whole(path: Path, content: bytes | str) -> Path:
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
     return partial.replace(path)
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Write tensors as a safetensors file, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written, as on a full disk.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    partial = file.with_name(file.name + ".partial")
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial)
+    except SafetensorError as error:  # which a full disk is there
+        raise OSError(f"{str(file)!r} cannot be written: {error}") from error
+    partial.replace(file)

@@ -132,7 +132,7 @@ def test_the_same_request_again_computes_nothing(
     fit: dict[str, Any], novels: list[str], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_posenc.fitting.descent.Descent.step", lambda *args: pytest.fail("computed again"))
-    monkeypatch.setattr("hf_posenc.fitting.recording.save_file", lambda *args: pytest.fail("recorded again"))
+    monkeypatch.setattr("safetensors.torch.save_file", lambda *args: pytest.fail("recorded again"))
     again = fit_method(load_tiny(), tokenizer, novels, fit["config"], work_dir=fit["folder"])
     assert again.options == fit["result"].options
     shown = {name: [one.perplexity for one in row] for name, row in again.records.items()}

@@ -153,7 +153,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("hf_posenc.fitting.recording.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OSError, match=r"layer-000.safetensors'"):
         record(sharp_model("Llama"), TEXT[0], tmp_path / "teacher", QUERIES, "one")
 
@@ -173,7 +173,7 @@ def test_a_stopped_recording_says_so_and_leaves_the_model_as_it_was(
     model, folder = sharp_model("Llama"), tmp_path / "teacher"
     record(model, TEXT[0], folder, QUERIES, "one")
     before = hidden_of(model)
-    monkeypatch.setattr("hf_posenc.fitting.recording.save_file", lambda *args: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr("safetensors.torch.save_file", lambda *args: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         record(model, TEXT[0], folder, QUERIES, "another")
     assert not (folder / "recording.json").exists()  # the files of the old one may be overwritten in part
