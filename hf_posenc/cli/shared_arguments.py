@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from hf_posenc.errors import HfPosencError, InvalidRequestError, add_flags, argument, did_you_mean
-from hf_posenc.utils.units import ContextLength, Duration, MemorySize, TokenCount
+from hf_posenc.utils.units import ContextLength, Duration, MemorySize, Percent, TokenCount
 
 if TYPE_CHECKING:
     from hf_posenc.data.columns import Document
@@ -383,6 +383,7 @@ _METAVARS = {
     TokenCount: "TOKENS",
     Duration: "TIME",
     MemorySize: "SIZE",
+    Percent: "PERCENT",
     int: "N",
     float: "X",
 }

@@ -38,6 +38,8 @@ class TrainedRun:
         lengths: That were to be measured, in tokens.
         unextended: Perplexities of the model without its extension, before training; empty where that is not the base.
         before, after: Perplexities of the extended model before and after training, at the same lengths.
+        short_texts: What shares of the training cost on short texts, as rows of a table; empty if it was not measured.
+        kept: Which of them the model has, in words.
     """
 
     documents: DocumentSource
@@ -48,6 +50,8 @@ class TrainedRun:
     unextended: Sequence[Record]
     before: Sequence[Record]
     after: Sequence[Record]
+    short_texts: Sequence[Mapping[str, str]] = ()
+    kept: str = ""
 
     def words(self, tokens: int) -> str:
         """Return the amount of training in words, of a model that was trained on ``tokens`` tokens over all runs."""

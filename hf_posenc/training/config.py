@@ -23,7 +23,7 @@ from hf_posenc.settings import check_settings, flag, number, optional, setting, 
 from hf_posenc.spec import check_number
 from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.training.step_plan import LoraSettings, StepPlan
-from hf_posenc.utils.units import ContextLength, TokenCount, length_name
+from hf_posenc.utils.units import ContextLength, Percent, TokenCount, length_name
 
 # Options of TrainingArguments that hf_posenc decides: why another value is refused, and what to give in its place.
 _BUDGET = "token_budget says how long a run is"
@@ -117,6 +117,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "bf16",
         "logits_chunk",
     ),
+    "What short texts may lose": ("keep",),
     "What is measured and logged": ("eval_lengths", "eval_documents", "logging_steps", "report_to", "run_name"),
     "Publishing": ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_token", "hub_revision"),
 }
@@ -144,6 +145,13 @@ def _lengths(name: str, value: Any) -> list[int]:
     if not isinstance(value, (list, tuple)):
         raise InvalidTypeError(f"{name} must be a list of lengths in tokens, got {value!r}.")
     return [tokens(ContextLength)(name, length) for length in value]
+
+
+def _percent(name: str, value: Any) -> Percent:
+    try:
+        return Percent(share(name, Percent(value)))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{name}: {error}") from None
 
 
 def _recipe(name: str, value: str) -> str:
@@ -346,6 +354,12 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         metavar="NAME",
     )
     hub_strategy: str = setting("end", None, argparse.SUPPRESS)
+    keep: Percent | None = setting(
+        None,
+        _percent,
+        "share by which perplexity may rise on short texts of several kinds (0.01, or with a percent sign): only so "
+        "much of what the training changed is kept; default: all, and this is not measured",
+    )
     eval_lengths: list[ContextLength] | None = setting(
         None, _lengths, "lengths to measure perplexity at; default: half the original length, the original, the target"
     )

@@ -40,7 +40,7 @@ from hf_posenc.utils.units import ContextLength, TokenCount
 # What may differ between a run and its continuation: none of it changes what is trained or held out.
 # A step's blocks may be shared out otherwise, among other numbers of processes: their number is held fixed instead.
 _FREE_ON_RESUME = frozenset({"output_dir", "resume_from_checkpoint", "report_to", "run_name", "project", "use_cpu"})
-_FREE_ON_RESUME |= {"check_first_loss", "per_device_train_batch_size", "gradient_accumulation_steps"}
+_FREE_ON_RESUME |= {"keep", "check_first_loss", "per_device_train_batch_size", "gradient_accumulation_steps"}
 _FREE_ON_RESUME |= {"disable_tqdm", "push_to_hub", "debug", "skip_memory_metrics", "enable_jit_checkpoint"}
 _FREE_PREFIXES = ("save_", "log_", "logging_", "hub_", "trackio_", "dataloader_", "ddp_", "torch_empty_cache_")
 # The kernels of liger-kernel that are used: the loss stays the one in chunks, and positions those that verify_model has
@@ -134,6 +134,7 @@ class RunPlan:
         base_model: The name or path of the model; empty for one that was made in the program.
         stages: In order.
         data: How documents become blocks, and what is measured.
+        keep: By how much perplexity on short texts may rise, 0.01 for 1 %; None where it is not measured.
         step: How an optimizer step computes; its ``bf16`` is decided.
         shards_weights: The launch asks for FSDP over several processes.
         flash: Attention is FlashAttention while the model is trained.
@@ -150,6 +151,7 @@ class RunPlan:
     base_model: str
     stages: tuple[StagePlan, ...]
     data: DataPlan
+    keep: float | None
     step: StepPlan
     shards_weights: bool
     flash: bool
@@ -221,6 +223,7 @@ def plan_run(
         base_model=model.name,
         stages=stages,
         data=data,
+        keep=config.keep,
         step=dataclasses.replace(config.step, bf16=bf16),
         shards_weights=launch.fsdp > 0 and launch.processes > 1,
         flash=no_flash is None,

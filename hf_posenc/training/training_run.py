@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from hf_posenc.checkpoint.extended import save_checkpoint
 from hf_posenc.checkpoint.manifest import RESULTS, read_manifest
 from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
+from hf_posenc.data.installed_texts import INSTALLED, pieces
 from hf_posenc.data.own_texts import OwnTexts
 from hf_posenc.errors import HfPosencError, InvalidRequestError
 from hf_posenc.evaluation import Record, perplexity
@@ -31,6 +32,7 @@ from hf_posenc.publishing.provenance import document_source, source_settings
 from hf_posenc.publishing.repository import Repository, make_repository
 from hf_posenc.publishing.trained_run import TrainedRun, TrainedStage
 from hf_posenc.training.base_model_facts import ModelFacts
+from hf_posenc.training.blending import LENGTH, PIECES, SHORT_TEXTS, Blend, ShortTexts
 from hf_posenc.training.blocks import TrainingBlocks
 from hf_posenc.training.config import FinetuneConfig, HubTarget
 from hf_posenc.training.data import Documents, Texts, make_blocks, read_texts
@@ -64,6 +66,8 @@ class FinetuneResult:
         records: Perplexities of the model without its extension (``method`` is "none"), where it was the base model;
             then those of the extended model before and after, distinguished by ``tokens_trained``.
         seconds: Seconds of training, over all resumed parts.
+        blend: How much of the training was kept, and its cost on short texts; None where ``keep`` was not given, or an
+            earlier part of the run had finished.
     """
 
     output_dir: Path
@@ -73,6 +77,7 @@ class FinetuneResult:
     train_loss: float
     records: list[Record]
     seconds: float
+    blend: Blend | None = None
 
 
 def finetune(
@@ -159,6 +164,8 @@ class Run:
         self._before: list[Record] = []
         self._after: list[Record] = []
         self._logs: list[list[dict[str, Any]]] = []  # of each stage
+        self._short_texts: ShortTexts | None = None
+        self._blend: Blend | None = None
 
     def do(self, documents: Documents, eval_documents: Documents | None = None) -> FinetuneResult:
         """Prepare the run, train and save every stage, and return the result; arguments as for ``finetune``."""
@@ -204,6 +211,7 @@ class Run:
             if texts is None:
                 texts = read_texts(self.tokenizer, documents, eval_documents, plan.data, vocab_size)
                 self._texts, own = texts.held_out, self._own_texts(rotary)
+                self._short_texts = self._choose_short_texts(rotary)
             with naming_stage(stage.positions.target_length if len(plan.stages) > 1 else None):
                 blocks.insert(0, make_blocks(self.tokenizer, texts, plan.data, stage, vocab_size, own))
         self._blocks = blocks
@@ -216,8 +224,28 @@ class Run:
             return None
         num_tokens = math.ceil(max(shares) * sum(stage.num_tokens for stage in plan.stages))
         length = min(plan.data.original_length, *(stage.seq_len for stage in plan.stages))
-        with nullcontext() if self.tokens_trained or not is_patched(rotary) else unpatched(self.model):
+        with self._before_extension():
             return own_texts(rotary.model, self.tokenizer, num_tokens, length, plan.stages[0].seed)
+
+    def _choose_short_texts(self, rotary: RotaryModel) -> ShortTexts | None:
+        """Return what the model is to read as well as before: held-out texts, its own, and what is on every machine."""
+        plan = self.plan
+        if plan.keep is None:
+            return None
+        length = min(plan.data.original_length, LENGTH)
+        with self._before_extension():  # other ones than those of the training
+            own = own_texts(rotary.model, self.tokenizer, PIECES * length, length, plan.stages[0].seed + 1)
+        held_out = [piece for text in self._texts for piece in torch.split(text, length) if len(piece) == length]
+        kinds = {
+            "held-out documents": held_out[:: max(1, len(held_out) // PIECES)][:PIECES],
+            "the model's own texts": list(own.ids),
+        }
+        kinds |= {name: pieces(read(), self.tokenizer, length, PIECES) for name, read in INSTALLED.items()}
+        return ShortTexts(kinds, plan.keep)
+
+    def _before_extension(self) -> AbstractContextManager[Any]:
+        """Return a context manager, while which the model is as it is to be retained: unextended, if it is the base."""
+        return nullcontext() if self.tokens_trained or not is_patched(self.model) else unpatched(self.model)
 
     def train(self, stage: StagePlan) -> bool:
         """Train the model to the length of a stage.
@@ -253,8 +281,13 @@ class Run:
         if not self._stages:
             self._unextended = self._measure_unextended(args)
             self._before = self._measure()
+            if self._short_texts is not None:
+                with self._same_random_numbers(args):
+                    self._short_texts.begin(self.model, self._before_extension(), **self._to(SHORT_TEXTS))
         if plan.step.lora is not None and not is_adapted(self.model):
             self.model = add_lora(self.model, plan.step.lora)
+        if self._short_texts is not None and not self._stages:
+            self._short_texts.remember(self.model)
         total = self.tokens_trained + stage.num_tokens
         finished = plan.resumes and stage.folder != plan.folder and from_main(lambda: _is_finished(stage, total))
         if finished:
@@ -262,6 +295,8 @@ class Run:
         else:
             log = LossLog(stage.folder / LOSS_LOG, stage.tokens_per_step, self.tokens_trained, blocks.kinds)
             train(self.model, args, blocks, plan, stage, log, checkpoint, self.tokens_trained)
+            if self._short_texts is not None:
+                self._blend = self._short_texts.blend(self.model, tokens_trained=total, **self._to(SHORT_TEXTS))
         self._stages.append(TrainedStage(stage.positions.target_length, stage.max_steps, stage.num_tokens))
         self.tokens_trained = total
         return not finished
@@ -294,6 +329,7 @@ class Run:
             train_loss=means[0] if len(means) == 1 else weighted / steps,
             records=self._unextended + self._before + self._after,
             seconds=sum(log[-1]["seconds"] for log in self._logs if log),
+            blend=self._blend,
         )
 
     def _push(self) -> None:
@@ -326,6 +362,8 @@ class Run:
             unextended=self._unextended,
             before=self._before,
             after=after,
+            short_texts=() if self._blend is None else self._blend.rows(),
+            kept="" if self._blend is None else str(self._blend),
         )
         hub = self._repository if stage.saved_to == plan.folder else None  # earlier stages stay here
         with base_not_looked_up():
@@ -349,9 +387,16 @@ class Run:
         """Measure the model as it is without its extension; nothing where that is not the base model any more."""
         if self.plan.data.eval_documents == 0 or self.tokens_trained or not is_patched(self.model):
             return []
-        devices = [args.device] if args.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), unpatched(self.model):  # the training must not depend on this
+        with self._same_random_numbers(args), unpatched(self.model):
             return self._measure()
+
+    def _same_random_numbers(self, args: TrainingArguments) -> AbstractContextManager[Any]:
+        """Return a context manager, after which random numbers are as before, so that the training depends on none."""
+        return torch.random.fork_rng([args.device] if args.device.type == "cuda" else [])
+
+    def _to(self, name: str) -> dict[str, Any]:
+        """Return where a measurement's records go, and whether its progress is shown: of the first process alone."""
+        return {"output": self.plan.folder / name if self._is_main else None, "progress": self._is_main}
 
     def _measure(self) -> list[Record]:
         """Measure perplexity at the lengths that a held-out text reaches, and append it to the results.
@@ -381,9 +426,8 @@ class Run:
             cut=True,
             max_documents=data.eval_documents,
             logits_chunk=self.plan.step.logits_chunk,
-            output=self.plan.folder / RESULTS if self._is_main else None,
             tokens_trained=self.tokens_trained,
-            progress=self._is_main,
+            **self._to(RESULTS),
         )
 
 

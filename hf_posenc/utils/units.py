@@ -1,4 +1,4 @@
-"""Numbers as people write them: ``32k`` tokens of context, ``1M`` tokens to train on, ``20m``, ``24GB``; columns."""
+"""Numbers as people write them: ``32k`` tokens of context, ``1M`` tokens to train on, ``24GB``, ``1%``; columns."""
 
 from __future__ import annotations
 
@@ -39,6 +39,20 @@ class TokenCount(int):
 
     def __new__(cls, value: str | int) -> Self:
         return super().__new__(cls, _parse(value, 1000, "300000, 300k or 1M") if isinstance(value, str) else value)
+
+
+class Percent(float):
+    """A share; ``1%`` and ``0.01`` are the same."""
+
+    def __new__(cls, value: str | float) -> Self:
+        return super().__new__(cls, _parse_percent(value) if isinstance(value, str) else value)
+
+
+def _parse_percent(text: str) -> float:
+    match = re.match(r"^\s*(\d*\.?\d+)\s*(%?)\s*$", text)
+    if match is None:
+        raise InvalidRequestError(f"expected a share such as 1% or 0.01, got {text!r}")
+    return float(match[1]) / (100 if match[2] else 1)
 
 
 class Duration(float):

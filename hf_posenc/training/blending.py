@@ -1,0 +1,154 @@
+"""A trained model blended with the one before the training, so that short texts stay as good as they were.
+
+The weights are ``before + share * (trained - before)``, all of them by one share, and the rule of the positions is that
+of the training. What a model forgets grows with its distance from what it was: such averages keep most of what was
+learned at a part of that cost (Wortsman et al. 2022, WiSE-FT, arXiv:2109.01903, section 4).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_posenc.evaluation import Record, perplexity
+from hf_posenc.evaluation.intervals import Ratio, paired_interval
+
+logger = logging.getLogger(__name__)
+
+LENGTH = 512  # tokens of a short text, where the original length is no shorter
+PIECES = 32  # of each kind, at most
+SHORT_TEXTS = "short-texts.jsonl"  # the records, in the folder of a run
+_STEPS, _COARSE = 20, 4  # shares are twentieths; fifths are tried first
+
+
+@dataclass(frozen=True)
+class Blend:
+    """How much of what a training changed is kept, and what it costs on short texts.
+
+    Attributes:
+        share: Of the changes of the weights: 1 is the trained model, 0 the one before the training.
+        limit: By how much perplexity may rise, 0.01 for 1 %.
+        differences: By share, then by kind of text: perplexity over that of the model that is to be kept.
+    """
+
+    share: float
+    limit: float
+    differences: Mapping[float, Mapping[str, Ratio]]
+
+    @property
+    def is_within(self) -> bool:
+        """Whether no kind of text has a perplexity that rose by more than the limit."""
+        return _worst(self.differences[self.share]) <= self.limit
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return the differences as rows of a table, by falling share."""
+        return [
+            {"share": f"{100 * share:.0f} %", **{kind: str(ratio) for kind, ratio in self.differences[share].items()}}
+            for share in sorted(self.differences, reverse=True)
+        ]
+
+    def __str__(self) -> str:
+        kept = "within" if self.is_within else "not within, and no share is;"
+        texts = ", ".join(f"{kind} {ratio}" for kind, ratio in self.differences[self.share].items())
+        return f"{100 * self.share:.0f} % of the training is kept, {kept} the limit of {100 * self.limit:g} %: {texts}"
+
+
+class ShortTexts:
+    """Short texts of several kinds, and how well they are read by the model that is to be kept.
+
+    Args:
+        texts: By kind, token ids of one length, int64 ``(length,)`` each.
+        limit: By how much their perplexity may rise, 0.01 for 1 %.
+    """
+
+    def __init__(self, texts: Mapping[str, Sequence[torch.Tensor]], limit: float) -> None:
+        self.texts = {kind: list(of_kind) for kind, of_kind in texts.items() if len(of_kind)}
+        self.limit = limit
+
+    def begin(self, model: Any, kept: AbstractContextManager[Any], **facts: Any) -> None:
+        """Measure the model that is to be kept, and the extended one before its training.
+
+        Args:
+            model: Extended, not trained.
+            kept: While it is open, the model is the one that is to be kept.
+            **facts: For the records, and where they go, as ``perplexity`` takes them.
+        """
+        with kept:
+            self._kept = self._measure(model, **facts)
+        self._before = self._differences(model, **facts)
+        if (cost := _worst(self._before)) > self.limit:
+            logger.warning(
+                "the extension alone, before any training, costs %.1f %% on short texts, more than keep allows "
+                "(%.1f %%). A rule that costs less: hf-posenc fit, with --adapt.",
+                100 * cost,
+                100 * self.limit,
+            )
+
+    def remember(self, model: Any) -> None:
+        """Keep a copy of the weights that will be trained, in main memory."""
+        self._start = _copies(model, only_trained=True)
+
+    def blend(self, model: Any, **facts: Any) -> Blend:
+        """Give a trained model the largest share of its changes, in twentieths, within the limit on short texts.
+
+        All fifths are tried, from the whole on, until one is within it, and then the twentieths above that: a training
+        can also lower what the extension costs. Where none is within it, the best of those that were tried is taken.
+        """
+        trained, found = _copies(model, names=self._start), {0: self._before}
+
+        def is_within(steps: int) -> bool:
+            if steps not in found:
+                set_share(model, self._start, trained, steps / _STEPS)
+                found[steps] = self._differences(model, **facts)
+            return _worst(found[steps]) <= self.limit
+
+        kept = next((steps for steps in range(_STEPS, -1, -_COARSE) if is_within(steps)), None)
+        if kept is None:
+            kept = min(found, key=lambda steps: _worst(found[steps]))
+        elif kept < _STEPS:
+            kept = next((steps for steps in range(kept + _COARSE - 1, kept, -1) if is_within(steps)), kept)
+        set_share(model, self._start, trained, kept / _STEPS)
+        blend = Blend(kept / _STEPS, self.limit, {steps / _STEPS: found[steps] for steps in found})
+        logger.log(logging.INFO if blend.is_within else logging.WARNING, "%s", blend)
+        return blend
+
+    def _measure(self, model: Any, **facts: Any) -> dict[str, Record]:
+        return {
+            kind: perplexity(model, texts, [len(texts[0])], label=kind, **facts)[0]
+            for kind, texts in self.texts.items()
+        }
+
+    def _differences(self, model: Any, **facts: Any) -> dict[str, Ratio]:
+        found = self._measure(model, **facts)
+        return {kind: paired_interval(found[kind], self._kept[kind]) for kind in found}
+
+
+@torch.no_grad()
+def set_share(model: Any, start: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor], share: float) -> None:
+    """Set weights, by name, to a share of the way from those before a training to the trained ones.
+
+    Of low-rank changes that began at zero (LoRA) the second factor alone is scaled, so that their product is.
+    """
+    parameters = dict(model.named_parameters())
+    for name, before in start.items():
+        second = start.get(name.replace("lora_A", "lora_B").replace("lora_embedding_A", "lora_embedding_B"), before)
+        fresh_factor = second is not before and not second.any()
+        weight = trained[name] if fresh_factor else torch.lerp(before.float(), trained[name].float(), share)
+        parameters[name].copy_(weight)
+
+
+def _copies(model: Any, names: Mapping[str, Any] | None = None, only_trained: bool = False) -> dict[str, torch.Tensor]:
+    return {
+        name: weight.detach().to("cpu", copy=True)
+        for name, weight in model.named_parameters()
+        if (weight.requires_grad if only_trained else name in (names or {}))
+    }
+
+
+def _worst(differences: Mapping[str, Ratio]) -> float:
+    return max(ratio.value for ratio in differences.values()) - 1
