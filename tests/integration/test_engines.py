@@ -6,6 +6,7 @@ other work on two cores. ``engines.py`` says how to name environments that are t
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from adapted_models import fit_adapted
 from engines import log_probabilities
 from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import load_novel, tiny_model_path
@@ -54,6 +56,13 @@ class Extended:
             patch_model(model, method, TARGET / ORIGINAL, **options)
             save_extended(model, root / key, tokenizer, base_model=str(root / "base"))
             self.live[key] = self._values(model)
+        fit, wrapped = fit_adapted(tokenizer, TARGET)
+        save_extended(wrapped, root / "adapter", tokenizer, base_model=str(root / "base"), fitted_on=fit.facts)
+        with wrapped.disable_adapter():
+            self.live["rule alone"] = self._values(wrapped)
+        model = wrapped.merge_and_unload().eval()
+        save_extended(model, root / "adapted", tokenizer, base_model=str(root / "base"), fitted_on=fit.facts)
+        self.live["adapted"] = self._values(model)
 
     @torch.no_grad()
     def _values(self, model: PreTrainedModel) -> torch.Tensor:
@@ -86,6 +95,10 @@ def by_vllm(extended: Extended, tmp_path_factory: pytest.TempPathFactory) -> dic
     for key in STATIC_METHODS:
         jobs[f"{key}, folder"], jobs[f"{key}, override"] = extended.commands(key, "vllm")
         assert jobs[f"{key}, override"][0] == str(extended.root / "base")
+    (jobs["adapted"],) = extended.commands("adapted", "vllm")
+    rule = json.loads(jobs["adapted"][-1]) | {"max_position_embeddings": TARGET}
+    of_rule = [str(extended.root / "base"), *jobs["adapted"][1:-1], json.dumps(rule)]
+    jobs["base and adapter"] = [*of_rule, "--enable-lora", "--lora-modules", f"it={extended.root / 'adapter'}"]
     return log_probabilities("vllm", tmp_path_factory.mktemp("vllm"), jobs, extended.ids)
 
 
@@ -100,6 +113,14 @@ def test_vllm_runs_every_static_method(key: str, extended: Extended, by_vllm: di
     assert extended.mean(key, by_vllm[f"{key}, folder"]) < 1e-4
     assert extended.mean(key, by_vllm[f"{key}, override"]) < 1e-4
     assert extended.mean(key, by_vllm["unscaled"]) > 0.1  # the same comparison with the rule left out
+
+
+@pytest.mark.parametrize("way", ["adapted", "base and adapter"])
+def test_vllm_runs_a_model_whose_projections_were_changed(
+    way: str, extended: Extended, by_vllm: dict[str, torch.Tensor]
+) -> None:
+    assert extended.mean("adapted", by_vllm[way]) < 1e-4
+    assert extended.mean("rule alone", by_vllm[way]) > 1e-3
 
 
 @pytest.mark.parametrize("key", STATIC_METHODS)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from adapted_models import fit_adapted
 from gguf_files import write_gguf
-from hf_posenc import FitConfig, fit_method, patch_model, save_extended
+from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.cli.main import main
 from hf_posenc.exports import export_gguf
@@ -93,12 +94,8 @@ def test_llama_server_runs_every_static_method(
 
 @torch.no_grad()
 def test_llama_server_runs_a_model_whose_projections_were_changed(ids: list[int], tokenizer, tmp_path: Path) -> None:
-    """By adapters that were fitted to the rule and merged, as ``hf-posenc fit --adapt`` saves them."""
-    config = FitConfig(TARGET, held_out=0, start="ntk", steps=0, adapt_options={"steps": 8}, hide_progress=True)
-    result = fit_method(tiny().eval(), tokenizer, [load_novel("emma")[:8000]], config)
-    model = patch_model(tiny(), "fitted", **result.options)
-    assert result.adapter is not None
-    model = result.adapter.wrap(model).merge_and_unload().eval()
+    result, wrapped = fit_adapted(tokenizer, TARGET)
+    model = wrapped.merge_and_unload().eval()
     save_extended(model, tmp_path / "model", tokenizer, fitted_on=result.facts)
     converted = write_gguf(tmp_path / "converted.gguf", model, tokenizer)
     export_gguf(tmp_path / "model", tmp_path / "rule.gguf", base=converted)

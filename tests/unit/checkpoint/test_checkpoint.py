@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from adapted_models import fit_adapted
 from hf_posenc import load_extended, patch_model, save_extended, unpatch_model
+from hf_posenc.assets import tiny_model_path
 from hf_posenc.checkpoint.extended import both_serializations
 from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
 from hf_posenc.patching.api import describe
@@ -409,3 +411,20 @@ def test_other_transformers_give_the_same_logits_of_families_with_their_own_seri
     output = subprocess.run(run, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     for path, line, wanted, by in zip(paths, output.splitlines(), expected, moved, strict=True):
         torch.testing.assert_close(torch.tensor(json.loads(line)), wanted, rtol=0, atol=by / 20, msg=str(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.23.0"])
+def test_other_transformers_run_a_model_whose_projections_were_changed(tmp_path: Path, version: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
+    result, wrapped = fit_adapted(tokenizer, 512)
+    ids = torch.arange(3, 103).unsqueeze(0)
+    with wrapped.disable_adapter():
+        rule_alone = logits(wrapped, ids)[0, -1]
+    model = wrapped.merge_and_unload()
+    expected = logits(model, ids)[0, -1]
+    path = save_extended(model, tmp_path / "model", tokenizer, fitted_on=result.facts)
+    run = [python_with(version), "-c", LOGITS, str(path)]
+    found = torch.tensor(json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert (found - rule_alone).abs().max() > 1e-2
