@@ -259,8 +259,9 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     task_mix: list[str] | None = setting(
         None,
         None,
-        "kinds of data with their shares of the tokens, each as KIND=SHARE: kv (dictionaries), needles "
-        "(sentences hidden in the documents), knots (documents cut, shuffled and tied), text (the documents), "
+        "kinds of data with their shares of the tokens, each as KIND=SHARE: kv (dictionaries), chains "
+        "(entries that refer to others), edges (all that is linked to one), needles (sentences hidden in the "
+        "documents), knots (documents cut, shuffled and tied), text (the documents), "
         "short_text (the documents in windows of the original length), retention (texts that the model wrote before: "
         "it is to predict there what it predicted)",
         metavar="KIND=SHARE",

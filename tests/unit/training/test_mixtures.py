@@ -33,7 +33,7 @@ from tiny_llama import make_tiny_llama
 from training_blocks import blocks_of
 from training_plans import plan_for
 
-KINDS = ("knots", "kv", "needles", "short_text", "text")
+KINDS = ("chains", "edges", "knots", "kv", "needles", "short_text", "text")
 EVEN = {name: 1 / len(KINDS) for name in KINDS}
 
 
@@ -193,7 +193,7 @@ def test_a_block_is_full_and_depends_on_its_number_and_the_seed_alone(
         assert ids != [tuple(row.tolist()) for row in others], name
 
 
-@pytest.mark.parametrize("name", ["kv", "needles"])
+@pytest.mark.parametrize("name", ["chains", "edges", "kv", "needles"])
 def test_answers_count_where_the_template_renders_a_turn_otherwise_once_another_follows(name: str) -> None:
     for example in dialogues(name, 4, 1024, template=THINKING):
         shown = re.findall(r"\[assistant\]\n(?:<think>\n\n</think>\n\n)?(.*?<\|endoftext\|>)", decode(example.ids))
@@ -287,6 +287,57 @@ def test_the_values_of_a_dictionary_are_marks_alone_or_of_all_forms() -> None:
             assert all(any(re.fullmatch(pattern, value) for value in values) for pattern in patterns)
             assert any(are_marks)
     assert 10 < alone < 30
+
+
+def questions_and_answers(example: MaskedTokens) -> tuple[str, list[str], list[str]]:
+    """Return the text of a dialogue, the questions about it, and what counts in the loss."""
+    _, shown, *_ = decode(example.ids).split("\n\n")
+    found = runs(example)
+    questions = [part.strip().splitlines()[-1] for counts, part in found if not counts]
+    answers = [part.replace("<|endoftext|>", "").strip() for counts, part in found if counts]
+    return shown, questions[: len(answers)], answers
+
+
+REFERRING = "(?: costs as much as| stands for what| carries the same as| falls on the day of) "
+
+
+def test_every_answer_of_a_chain_follows_the_entries_to_a_value() -> None:
+    lengths, seen = Counter[int](), set()
+    for example in dialogues("chains", 40, 1024):
+        shown, questions, answers = questions_and_answers(example)
+        entries = re.split(r"\.\n|\. |; ", shown)
+        keys = [re.match(NAME, entry)[0] for entry in entries]  # type: ignore[index]  # None would be an error
+        assert len(set(keys)) == len(keys)
+        by_key = dict(zip(keys, entries, strict=True))
+        assert len(answers) == len(set(questions)) == 4
+        for question, answer in zip(questions, answers, strict=True):
+            (key,) = re.findall(NAME, question)[-1:]
+            steps = [by_key[key]]
+            while found := re.search(f"{REFERRING}({NAME})", steps[-1]):
+                steps.append(by_key[found[1]])
+            assert answer == ", and ".join(steps) + "."
+            lengths[len(steps)] += 1
+            seen |= set(re.findall(REFERRING, answer))
+    assert set(lengths) <= {1, 2, 3}
+    assert lengths[3] > lengths[2] / 2 > 0
+    assert len(seen) == 4
+
+
+def test_every_answer_of_edges_names_all_sources_in_the_order_of_the_text() -> None:
+    numbers, headings = Counter[int](), set()
+    verb = r"(?: taught | wrote to | sails to |, parent of )"
+    for example in dialogues("edges", 40, 1024):
+        shown, questions, answers = questions_and_answers(example)
+        edges = re.findall(f"({NAME})({verb})({NAME})", shown)
+        assert len(set(edges)) == len(edges) == len(re.findall(verb, shown)) > 20
+        for question, answer in zip(questions, answers, strict=True):
+            (node,) = re.findall(NAME, question.removeprefix("Name "))[-1:]
+            sources = [source for source, _, target in edges if target == node]
+            assert [one for one in re.findall(NAME, answer) if one != node] == sources
+            numbers[len(sources)] += 1
+        headings |= {word for _, word, _ in edges}
+    assert set(numbers) == {1, 2, 3}
+    assert len(headings) == 4
 
 
 def test_every_answer_about_a_hidden_sentence_is_right_and_nothing_else_counts() -> None:
@@ -423,7 +474,8 @@ def test_a_resumed_run_reads_what_one_that_was_not_stopped_reads(kind: str) -> N
         assert counted.any()
         name = schedule.kinds[index // 4]  # the four blocks of a step are of one kind
         share = counted.double().mean()
-        assert (share < 0.3) if name in ("kv", "needles") else (share > 0.4), name
+        most = {"chains": 0.6, "edges": 0.3, "kv": 0.3, "needles": 0.3}.get(name)  # answers
+        assert share > 0.4 if most is None else share < most, name
 
 
 @pytest.mark.parametrize(
@@ -489,7 +541,7 @@ def test_what_is_trained_on_is_not_what_is_asked() -> None:
     in_tasks = set().union(*(words_in_a_row(text, 4) for text in asked))
     material = Material(make_tokenizer(), documents(), mixed().packed, 0)
     trained = []
-    for name in ("kv", "needles"):
+    for name in ("chains", "edges", "kv", "needles"):
         kind: Any = get_kind(name)(material)
         for seed in range(20):
             for question, answer in kind.turns(Random(seed), 24):
