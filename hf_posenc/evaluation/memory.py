@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import resource
 import sys
@@ -175,6 +176,15 @@ def memory_logged(device: torch.device, need: MemoryNeed, method: str, *, log: b
     if log:
         measured = peak_memory(device)
         logger.info("memory in MB%s: peak, measured: %.0f, predicted: %.0f", rule, measured / 1e6, predicted / 1e6)
+
+
+def return_free_memory() -> None:
+    """Return what is free between tensors to the system; glibc keeps it, and does not always find a place in it again.
+
+    Where the C library is another one, nothing is done.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def reset_peak_memory(device: torch.device) -> None:

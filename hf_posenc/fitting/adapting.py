@@ -32,6 +32,7 @@ from hf_posenc.attention.interface import CROSS, attending_by, attention_of
 from hf_posenc.checkpoint.extended import peft_renamed_attribute
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.lm_head import decoder_body
+from hf_posenc.evaluation.memory import return_free_memory
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.recording import OwnAttention
@@ -249,6 +250,7 @@ class LayerMatching:
         again = (len(errors) - few) // (4 * len(wanted)) * 4 * len(wanted)  # the last steps on the same parts
         self.errors[index] = (sum(errors[:few]) / few, sum(errors[again : again + few]) / few)
         write_tensors({**weights, "errors": torch.tensor(self.errors[index], dtype=torch.float64)}, file)
+        return_free_memory()
 
     def _draw(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Return positions of queries, rising, and of the tokens that the layer gets for them.

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits
+from hf_posenc.evaluation.memory import return_free_memory
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_tensors
@@ -85,6 +86,7 @@ def match_short_texts(
                     "short_rate is too large. Load it in bfloat16 or float32, or lower short_rate."
                 )
             optimizer.step()
+            return_free_memory()
             bar.update()
             if (step + 1) % _SAVE_EVERY == 0 or step + 1 == config.short_steps:
                 _save(file, weights, optimizer, step + 1)

@@ -13,7 +13,7 @@ from hf_posenc.mixtures.made_up import amount, date, names, phrase, titles
 # The first line, an entry with its value, one that refers to another entry, and the question.
 _RELATIONS = (
     ("A price list:", "{key} costs {value}", "{key} costs as much as {other}", "How much does {key} cost?"),
-    ("A list of aliases:", "{key} stands for {value}", "{key} stands for what {other} stands for", "Please resolve {key}."),
+    ("A list of codes:", "{key} stands for {value}", "{key} stands for what {other} stands for", "What is {key}?"),
     ("Who carries what:", "{key} carries {value}", "{key} carries the same as {other}", "What does {key} carry?"),
     ("A calendar of feasts:", "{key} falls on {value}", "{key} falls on the day of {other}", "When is {key}?"),
 )
