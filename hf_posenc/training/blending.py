@@ -2,13 +2,14 @@
 
 The weights are ``before + share * (trained - before)``, all of them by one share, and the rule of the positions is that
 of the training. What a model forgets grows with its distance from what it was: such averages keep most of what was
-learned at a part of that cost (Wortsman et al. 2022, WiSE-FT, arXiv:2109.01903, section 4).
+learned at a part of that cost (Wortsman et al. 2022, WiSE-FT, arXiv:2109.01903; Hu et al. 2024, LongRecipe,
+arXiv:2409.00509, whose last step it is).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +59,8 @@ class Blend:
         return f"{100 * self.share:.0f} % of the training is kept, {kept} the limit of {100 * self.limit:g} %: {texts}"
 
 
-class ShortTexts:
-    """Short texts of several kinds, and how well they are read by the model that is to be kept.
+class RetentionLimit:
+    """Short texts of several kinds, how well the model that is to be kept reads them, and by how much that may fall.
 
     Args:
         texts: By kind, token ids of one length, int64 ``(length,)`` each.
@@ -91,7 +92,7 @@ class ShortTexts:
 
     def remember(self, model: Any) -> None:
         """Keep a copy of the weights that will be trained, in main memory."""
-        self._start = _copies(model, only_trained=True)
+        self._start = _copies(model, {name for name, weight in model.named_parameters() if weight.requires_grad})
 
     def blend(self, model: Any, **facts: Any) -> Blend:
         """Give a trained model the largest share of its changes, in twentieths, within the limit on short texts.
@@ -99,7 +100,7 @@ class ShortTexts:
         All fifths are tried, from the whole on, until one is within it, and then the twentieths above that: a training
         can also lower what the extension costs. Where none is within it, the best of those that were tried is taken.
         """
-        trained, found = _copies(model, names=self._start), {0: self._before}
+        trained, found = _copies(model, self._start.keys()), {0: self._before}
 
         def is_within(steps: int) -> bool:
             if steps not in found:
@@ -142,12 +143,8 @@ def set_share(model: Any, start: Mapping[str, torch.Tensor], trained: Mapping[st
         parameters[name].copy_(weight)
 
 
-def _copies(model: Any, names: Mapping[str, Any] | None = None, only_trained: bool = False) -> dict[str, torch.Tensor]:
-    return {
-        name: weight.detach().to("cpu", copy=True)
-        for name, weight in model.named_parameters()
-        if (weight.requires_grad if only_trained else name in (names or {}))
-    }
+def _copies(model: Any, names: Set[str]) -> dict[str, torch.Tensor]:
+    return {name: one.detach().to("cpu", copy=True) for name, one in model.named_parameters() if name in names}
 
 
 def _worst(differences: Mapping[str, Ratio]) -> float:

@@ -32,7 +32,7 @@ from hf_posenc.publishing.provenance import document_source, source_settings
 from hf_posenc.publishing.repository import Repository, make_repository
 from hf_posenc.publishing.trained_run import TrainedRun, TrainedStage
 from hf_posenc.training.base_model_facts import ModelFacts
-from hf_posenc.training.blending import LENGTH, PIECES, SHORT_TEXTS, Blend, ShortTexts
+from hf_posenc.training.blending import LENGTH, PIECES, SHORT_TEXTS, Blend, RetentionLimit
 from hf_posenc.training.blocks import TrainingBlocks
 from hf_posenc.training.config import FinetuneConfig, HubTarget
 from hf_posenc.training.data import Documents, Texts, make_blocks, read_texts
@@ -164,7 +164,7 @@ class Run:
         self._before: list[Record] = []
         self._after: list[Record] = []
         self._logs: list[list[dict[str, Any]]] = []  # of each stage
-        self._short_texts: ShortTexts | None = None
+        self._short_texts: RetentionLimit | None = None
         self._blend: Blend | None = None
 
     def do(self, documents: Documents, eval_documents: Documents | None = None) -> FinetuneResult:
@@ -227,7 +227,7 @@ class Run:
         with self._before_extension():
             return own_texts(rotary.model, self.tokenizer, num_tokens, length, plan.stages[0].seed)
 
-    def _choose_short_texts(self, rotary: RotaryModel) -> ShortTexts | None:
+    def _choose_short_texts(self, rotary: RotaryModel) -> RetentionLimit | None:
         """Return what the model is to read as well as before: held-out texts, its own, and what is on every machine."""
         plan = self.plan
         if plan.keep is None:
@@ -241,7 +241,7 @@ class Run:
             "the model's own texts": list(own.ids),
         }
         kinds |= {name: pieces(read(), self.tokenizer, length, PIECES) for name, read in INSTALLED.items()}
-        return ShortTexts(kinds, plan.keep)
+        return RetentionLimit(kinds, plan.keep)
 
     def _before_extension(self) -> AbstractContextManager[Any]:
         """Return a context manager, while which the model is as it is to be retained: unextended, if it is the base."""
@@ -283,7 +283,8 @@ class Run:
             self._before = self._measure()
             if self._short_texts is not None:
                 with self._same_random_numbers(args):
-                    self._short_texts.begin(self.model, self._before_extension(), **self._to(SHORT_TEXTS))
+                    facts = {"tokens_trained": self.tokens_trained, **self._to(SHORT_TEXTS)}
+                    self._short_texts.begin(self.model, self._before_extension(), **facts)
         if plan.step.lora is not None and not is_adapted(self.model):
             self.model = add_lora(self.model, plan.step.lora)
         if self._short_texts is not None and not self._stages:
