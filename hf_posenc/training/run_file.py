@@ -18,7 +18,7 @@ import yaml
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, MissingFileError, did_you_mean
 from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.utils.files import write_whole
-from hf_posenc.utils.units import ContextLength, TokenCount
+from hf_posenc.utils.units import ContextLength, Percent, TokenCount
 
 RUN_FILE = "run.toml"
 _TARGET = ("factor", "context_length", "stages", "preset")
@@ -172,7 +172,9 @@ def _as(hint: Any, value: Any) -> Any:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if hint in (ContextLength, TokenCount) and (is_whole or isinstance(value, str)):
         return int(hint(value))
-    if hint is float and (is_whole or isinstance(value, float)):
+    if hint is Percent and isinstance(value, str):
+        return float(Percent(value))
+    if hint in (float, Percent) and (is_whole or isinstance(value, float)):
         return float(value)
     if hint in (str, bool, int) and type(value) is hint:
         return value
@@ -180,7 +182,13 @@ def _as(hint: Any, value: Any) -> Any:
         return value
     if isinstance(hint, type) and issubclass(hint, Enum) and isinstance(value, str):  # which the config checks
         return value
-    words = {float: "a number", str: "a word in quotes", bool: "true or false", int: "a whole number"}
+    words = {
+        Percent: 'a share, such as 0.01 or "1%"',
+        float: "a number",
+        str: "a word in quotes",
+        bool: "true or false",
+        int: "a whole number",
+    }
     raise InvalidTypeError(f"must be {words.get(hint, _TOKENS)}, got {value!r}.")
 
 

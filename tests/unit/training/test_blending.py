@@ -17,6 +17,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import read_records
 from hf_posenc.training import FinetuneConfig, finetune, training_run
 from hf_posenc.training.blending import SHORT_TEXTS, set_share
+from hf_posenc.training.run_file import read_run
 from hf_posenc.training.writing_own_texts import own_texts
 from tiny_runs import assert_same_run
 
@@ -148,3 +149,9 @@ def test_a_limit_is_a_share(tmp_path: Path, given: Any) -> None:
     with pytest.raises(InvalidRequestError, match="keep"):
         FinetuneConfig(str(tmp_path), keep=given)
     assert FinetuneConfig(str(tmp_path), keep="1%").keep == FinetuneConfig(str(tmp_path), keep=0.01).keep == 0.01
+
+
+def test_a_run_file_may_give_the_limit_in_percent(tmp_path: Path) -> None:
+    for words, value in (('"1.5%"', 0.015), ("0.015", 0.015), ("1", 1.0)):
+        (tmp_path / "run.toml").write_text(f"keep = {words}\n")
+        assert read_run(tmp_path / "run.toml", (FinetuneConfig,)) == {"keep": value}

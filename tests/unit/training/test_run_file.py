@@ -66,6 +66,7 @@ OTHER: dict[str, Any] = {
     "run_name": "one = two # three",
     "eval_lengths": [512, 4096],
     "eval_documents": 3,
+    "keep": 0.015,
     "logits_chunk": 100,
     # Of TrainingArguments, which files hold where they are not the default.
     "save_total_limit": 5,
