@@ -35,7 +35,7 @@ OTHERS = {
 }
 INTERNAL = {
     ("attention/shifted.py", "TypeError"): "Transformers calls a mask function with names only",
-    ("fitting/recording.py", "OSError"): "a full disk, which safetensors reports as an error of its own",
+    ("utils/files.py", "OSError"): "a full disk, which safetensors reports as an error of its own",
 }
 
 
