@@ -245,7 +245,11 @@ class Run:
 
     def _before_extension(self) -> AbstractContextManager[Any]:
         """Return a context manager, while which the model is as it is to be retained: unextended, if it is the base."""
-        return nullcontext() if self.tokens_trained or not is_patched(self.model) else unpatched(self.model)
+        return unpatched(self.model) if self._is_extended_base() else nullcontext()
+
+    def _is_extended_base(self) -> bool:
+        """Return whether the model is the base model but for its extension, which can be taken out."""
+        return not self.tokens_trained and is_patched(self.model)
 
     def train(self, stage: StagePlan) -> bool:
         """Train the model to the length of a stage.
@@ -386,7 +390,7 @@ class Run:
 
     def _measure_unextended(self, args: TrainingArguments) -> list[Record]:
         """Measure the model as it is without its extension; nothing where that is not the base model any more."""
-        if self.plan.data.eval_documents == 0 or self.tokens_trained or not is_patched(self.model):
+        if self.plan.data.eval_documents == 0 or not self._is_extended_base():
             return []
         with self._same_random_numbers(args), unpatched(self.model):
             return self._measure()
