@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from hf_posenc.evaluation.memory import MemoryNeed, ModelShape, predict_memory, shape_of
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.fitting.adapting import TOKENS_IN_PIECES
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.objectives import get_objective
 from hf_posenc.fitting.recording import RECORDED_QUERIES
@@ -82,8 +81,9 @@ def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, original: int,
     texts_at_once = 1
     if config.adapt_options is not None:  # the teacher reads all texts at once, each twice, and a layer is stopped
         texts_at_once, adapt = 2 * texts, AdaptConfig.of(config.adapt_options)
-        # Queries and keys of a whole text, and those of the pieces of a step.
-        of_states = (target + min(TOKENS_IN_PIECES, target)) * (2 * q + 3 * kv) * (2 * number + 2 * _FLOAT32)
+        # Queries and keys of a whole text or of some pieces, and what the unchanged weights make of all texts.
+        of_states = target * (2 * q + 3 * kv) * (2 * number + 2 * _FLOAT32)
+        of_states += texts * target * (q + 2 * kv) * number
         of_mask = 2 * target * adapt.queries * (shape.num_heads // shape.num_kv_heads) * (1 + number)
         step = max(step, of_states + of_mask + texts_at_once * target * (3 * shape.hidden_size + q) * number)
         of_layer = (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number
