@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,11 +72,11 @@ class Texts:
             found.setdefault(record.label, {})[record.context_length] = record
         return found
 
-    def lines(self, rows: Sequence[Row], heading: Callable[[int], str] = str) -> list[Line]:
+    def lines(self, rows: Sequence[Row]) -> list[Line]:
         """Return a line of perplexities for each row that is measured."""
         found = self.records()
         return [
-            {"name": name, **{heading(at): f"{of[at].perplexity:.2f}" if at in of else "" for at in self.lengths}}
+            {"name": name, **{str(at): f"{of[at].perplexity:.2f}" if at in of else "" for at in self.lengths}}
             for name, of in ((row.name, found.get(row.name, {})) for row in rows)
             if of
         ]
@@ -176,13 +176,6 @@ class Study:
         shown = "\n\n".join(map(as_table, tables.values()))
         write_whole(self.folder / "study.md", shown + "\n")
         print(f"\n{shown}\n", flush=True)
-
-
-def fitted_rule(file: Path, model: str | Path, documents: Sequence[Document], **settings: Any) -> dict[str, Any]:
-    """Return the options of a fitted rule; it is fitted first where there is no file of it."""
-    if not file.is_file():
-        fit_method(*load_model(model), documents, FitConfig(**{"held_out": 0, **settings})).save(file)
-    return {"source": str(file)}
 
 
 def claim(folder: Path, settings: Mapping[str, Any]) -> None:

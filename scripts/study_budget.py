@@ -21,13 +21,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hf_posenc import FitConfig, fit_method
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
+from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation import Record
 from hf_posenc.reporting.looks import INK, Look, numbered_look
 from hf_posenc.reporting.plot import Chart, Line, draw_chart
 from hf_posenc.utils.files import write_whole
 from pretrain_tiny import CONTEXT
-from study import Row, Study, Texts, fitted_rule
+from study import Row, Study, Texts
 
 Found = dict[str, dict[int, Record]]  # by row and length
 LENGTHS = (256, 512, 1024, 2048)
@@ -150,9 +152,11 @@ class Budgets:
             return
         settings = dict(way.settings)
         if way.name == FITTED:
-            rule, fit = self.folder / f"fitted-{way.target}.json", {"max_texts": FITTED_TEXTS, "steps": 150}
-            novels = self.study.documents
-            settings["options"] = fitted_rule(rule, tiny_model_path(), novels, context_length=way.target, **fit)
+            rule = self.folder / f"fitted-{way.target}.json"
+            if not rule.is_file():
+                fit = FitConfig(way.target, max_texts=FITTED_TEXTS, held_out=0, steps=150)
+                fit_method(*load_model(tiny_model_path()), self.study.documents, fit).save(rule)
+            settings["options"] = {"source": str(rule)}
         if budget == 0:
             rule_alone = {"method": settings["method"], "context_length": way.target, **settings.get("options", {})}
             self.measure(replace(row, rule=rule_alone))
