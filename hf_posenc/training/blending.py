@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.data.installed_texts import INSTALLED, pieces
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.intervals import Ratio, paired_interval
+from hf_posenc.training.writing_own_texts import own_texts
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,32 @@ LENGTH = 512  # tokens of a short text, where the original length is no shorter
 PIECES = 32  # of each kind, at most
 SHORT_TEXTS = "short-texts.jsonl"  # the records, in the folder of a run
 _STEPS, _COARSE = 20, 4  # shares are twentieths; fifths are tried first
+
+
+def short_texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Sequence[torch.Tensor],
+    original: int,
+    seed: int,
+) -> dict[str, list[torch.Tensor]]:
+    """Return what a model is to read as well as before: held-out texts, its own, and what is on every machine.
+
+    Args:
+        model: As it is to be kept.
+        tokenizer: Its tokenizer.
+        held_out: Token ids of documents that it is not trained on, int64 ``(num_tokens,)`` each.
+        original: The original length, in tokens.
+        seed: Of the training, whose own texts are others.
+    """
+    length = min(original, LENGTH)
+    own = own_texts(model, tokenizer, PIECES * length, length, seed + 1)
+    whole = [piece for text in held_out for piece in torch.split(text, length) if len(piece) == length]
+    kinds = {
+        "held-out documents": whole[:: max(1, len(whole) // PIECES)][:PIECES],
+        "the model's own texts": list(own.ids),
+    }
+    return kinds | {name: pieces(read(), tokenizer, length, PIECES) for name, read in INSTALLED.items()}
 
 
 @dataclass(frozen=True)
@@ -71,17 +100,19 @@ class RetentionLimit:
         self.texts = {kind: list(of_kind) for kind, of_kind in texts.items() if len(of_kind)}
         self.limit = limit
 
-    def begin(self, model: Any, kept: AbstractContextManager[Any], **facts: Any) -> None:
+    def begin(self, model: Any, kept: AbstractContextManager[Any] | None, **facts: Any) -> None:
         """Measure the model that is to be kept, and the extended one before its training.
 
         Args:
             model: Extended, not trained.
-            kept: While it is open, the model is the one that is to be kept.
+            kept: While it is open, the model is the one that is to be kept; None if it is that already.
             **facts: For the records, and where they go, as ``perplexity`` takes them.
         """
-        with kept:
-            self._kept = self._measure(model, **facts)
-        self._before = self._differences(model, **facts)
+        found = self._kept = self._measure(model, **facts)
+        if kept is not None:
+            with kept:
+                self._kept = self._measure(model, **facts)
+        self._before = self._differences(found)
         if (cost := _worst(self._before)) > self.limit:
             logger.warning(
                 "the extension alone, before any training, costs %.1f %% on short texts, more than keep allows "
@@ -105,7 +136,7 @@ class RetentionLimit:
         def is_within(steps: int) -> bool:
             if steps not in found:
                 set_share(model, self._start, trained, steps / _STEPS)
-                found[steps] = self._differences(model, **facts)
+                found[steps] = self._differences(self._measure(model, **facts))
             return _worst(found[steps]) <= self.limit
 
         kept = next((steps for steps in range(_STEPS, -1, -_COARSE) if is_within(steps)), None)
@@ -124,8 +155,7 @@ class RetentionLimit:
             for kind, texts in self.texts.items()
         }
 
-    def _differences(self, model: Any, **facts: Any) -> dict[str, Ratio]:
-        found = self._measure(model, **facts)
+    def _differences(self, found: Mapping[str, Record]) -> dict[str, Ratio]:
         return {kind: paired_interval(found[kind], self._kept[kind]) for kind in found}
 
 

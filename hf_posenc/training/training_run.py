@@ -17,7 +17,6 @@ from hf_posenc.checkpoint.extended import save_checkpoint
 from hf_posenc.checkpoint.manifest import RESULTS, read_manifest
 from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
-from hf_posenc.data.installed_texts import INSTALLED, pieces
 from hf_posenc.data.own_texts import OwnTexts
 from hf_posenc.errors import HfPosencError, InvalidRequestError
 from hf_posenc.evaluation import Record, perplexity
@@ -32,7 +31,7 @@ from hf_posenc.publishing.provenance import document_source, source_settings
 from hf_posenc.publishing.repository import Repository, make_repository
 from hf_posenc.publishing.trained_run import TrainedRun, TrainedStage
 from hf_posenc.training.base_model_facts import ModelFacts
-from hf_posenc.training.blending import LENGTH, PIECES, SHORT_TEXTS, Blend, RetentionLimit
+from hf_posenc.training.blending import SHORT_TEXTS, Blend, RetentionLimit, short_texts
 from hf_posenc.training.blocks import TrainingBlocks
 from hf_posenc.training.config import FinetuneConfig, HubTarget
 from hf_posenc.training.data import Documents, Texts, make_blocks, read_texts
@@ -211,7 +210,11 @@ class Run:
             if texts is None:
                 texts = read_texts(self.tokenizer, documents, eval_documents, plan.data, vocab_size)
                 self._texts, own = texts.held_out, self._own_texts(rotary)
-                self._short_texts = self._choose_short_texts(rotary)
+                if plan.keep is not None:
+                    given = self._texts, plan.data.original_length, plan.stages[0].seed
+                    with self._before_extension() or nullcontext():
+                        kinds = short_texts(rotary.model, self.tokenizer, *given)
+                    self._short_texts = RetentionLimit(kinds, plan.keep)
             with naming_stage(stage.positions.target_length if len(plan.stages) > 1 else None):
                 blocks.insert(0, make_blocks(self.tokenizer, texts, plan.data, stage, vocab_size, own))
         self._blocks = blocks
@@ -224,28 +227,12 @@ class Run:
             return None
         num_tokens = math.ceil(max(shares) * sum(stage.num_tokens for stage in plan.stages))
         length = min(plan.data.original_length, *(stage.seq_len for stage in plan.stages))
-        with self._before_extension():
+        with self._before_extension() or nullcontext():
             return own_texts(rotary.model, self.tokenizer, num_tokens, length, plan.stages[0].seed)
 
-    def _choose_short_texts(self, rotary: RotaryModel) -> RetentionLimit | None:
-        """Return what the model is to read as well as before: held-out texts, its own, and what is on every machine."""
-        plan = self.plan
-        if plan.keep is None:
-            return None
-        length = min(plan.data.original_length, LENGTH)
-        with self._before_extension():  # other ones than those of the training
-            own = own_texts(rotary.model, self.tokenizer, PIECES * length, length, plan.stages[0].seed + 1)
-        held_out = [piece for text in self._texts for piece in torch.split(text, length) if len(piece) == length]
-        kinds = {
-            "held-out documents": held_out[:: max(1, len(held_out) // PIECES)][:PIECES],
-            "the model's own texts": list(own.ids),
-        }
-        kinds |= {name: pieces(read(), self.tokenizer, length, PIECES) for name, read in INSTALLED.items()}
-        return RetentionLimit(kinds, plan.keep)
-
-    def _before_extension(self) -> AbstractContextManager[Any]:
-        """Return a context manager, while which the model is as it is to be retained: unextended, if it is the base."""
-        return unpatched(self.model) if self._is_extended_base() else nullcontext()
+    def _before_extension(self) -> AbstractContextManager[Any] | None:
+        """Return a context manager, while which the base model is unextended; None where that is not to be retained."""
+        return unpatched(self.model) if self._is_extended_base() else None
 
     def _is_extended_base(self) -> bool:
         """Return whether the model is the base model but for its extension, which can be taken out."""

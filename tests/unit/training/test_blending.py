@@ -15,7 +15,7 @@ from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.data.installed_texts import INSTALLED, pieces
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import read_records
-from hf_posenc.training import FinetuneConfig, finetune, training_run
+from hf_posenc.training import FinetuneConfig, blending, finetune
 from hf_posenc.training.blending import SHORT_TEXTS, set_share
 from hf_posenc.training.run_file import read_run
 from hf_posenc.training.writing_own_texts import own_texts
@@ -25,7 +25,7 @@ from tiny_runs import assert_same_run
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(training_run, "PIECES", 6)
+    monkeypatch.setattr(blending, "PIECES", 6)
 
 
 def tiny() -> Any:
