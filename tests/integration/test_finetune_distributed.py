@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "settings": {"gradient_checkpointing": True, "per_device_train_batch_size": 2, "token_budget": 8 * 4 * SEQ}
     },
     "masked": {"masked": True},
-    "kept": {"settings": {"keep": 0.01}},  # weights between those before and after the training
+    "kept": {"settings": {"keep": 0.1}},  # weights between those before and after the training
     "accumulating": {"settings": {"token_budget": 8 * 4 * SEQ}, "times": 2},  # two micro-batches in each process
 }
 
