@@ -33,6 +33,7 @@ from hf_posenc.version import __version__
 RESULTS = "results.jsonl"  # what was measured of the model, in the folder it was saved to
 # 2: the config beside it, a model's or an adapter's, says the same under MARK, so that one saved over it is found.
 FORMAT = 2
+SCALED_BASE = "scaled_base"
 _NEEDED = (*Extension.FACTS, "rope_theta", "base_model", "tokens_trained")
 
 
@@ -73,12 +74,25 @@ def make_manifest(
         "rope_theta": extension.spec.rope_theta,
         "base_model": base_model or mark.get("base_model", getattr(model.config, "_name_or_path", "") or None),
         "tokens_trained": tokens_trained,
+        **({} if tokens_trained != 0 else _scaled_base(rotary)),
         **({} if fitted_on is None else {"fitted_on": dict(fitted_on)}),
         "rope_parameters": config.rope_parameters,
         **kept,
         **head,
         "versions": {"hf_posenc": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     }
+
+
+def _scaled_base(rotary: RotaryModel) -> dict[str, Any]:
+    """Return the unextended model's own rule, if it has one: servers read short requests by it. None: it is lost."""
+    if rotary.record is None:
+        return {SCALED_BASE: None}
+    before = unextended_config(rotary)
+    rope = before.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") == "default":
+        return {}
+    kept = {key: before[key] for key in ("rope_parameters", "max_position_embeddings")}
+    return {SCALED_BASE: None if MARK in before else kept}
 
 
 def read_manifest(path: str | Path) -> dict[str, Any] | None:

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, RESULTS, needs_hf_posenc, read_manifest
+from hf_posenc.checkpoint.manifest import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    MANIFEST,
+    RESULTS,
+    SCALED_BASE,
+    needs_hf_posenc,
+    read_manifest,
+)
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method
@@ -99,6 +107,23 @@ class ExportFolder:
         if self.rope_type == Yarn.rope_type:
             return self.method.frequencies(self.spec)[1]
         return float(self.rope["attention_factor"]) if self.rope_type == "longrope" else 1.0
+
+    def unextended(self) -> tuple[int, dict[str, Any]]:
+        """Return the length that the unextended model reads, in tokens, and its ``rope_parameters``."""
+        base = self.manifest.get(SCALED_BASE) or {}
+        plain = {"rope_type": PLAIN, "rope_theta": self.manifest["rope_theta"]}
+        return base.get("max_position_embeddings", self.original), base.get("rope_parameters", plain)
+
+    def against_two_modes(self) -> list[str]:
+        """Return why short requests are not to be read without the rule; nothing where they may be."""
+        is_trained = self.is_adapted or self.manifest["tokens_trained"] != 0
+        found = {
+            "weights that were trained with the rule": is_trained,
+            "rules by layer type": any(isinstance(value, dict) for value in self.rope.values()),
+            "a folder that does not say how the unextended model reads (write it with hf-posenc patch)": not is_trained
+            and self.manifest.get(SCALED_BASE, {}) is None,
+        }
+        return [reason for reason, holds in found.items() if holds]
 
 
 def read_folder(path: str | Path) -> ExportFolder:

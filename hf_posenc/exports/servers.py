@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.exports.folder import ExportFolder, check_one_list, command
 from hf_posenc.methods.yarn import Yarn
+from hf_posenc.version import VLLM_TESTED
 
 # TGI's yarn has these built in, whatever config.json says.
 _TGI_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
@@ -62,9 +64,22 @@ def vllm(folder: ExportFolder) -> list[str]:
         and {"attention_factor", "mscale", "mscale_all_dim", "truncate"} & rope.keys()
     ):
         lines.insert(0, "# earlier versions skip some of attention_factor, mscale and truncate, without a word")
+    if not folder.against_two_modes() and not folder.overrides:
+        lines.append(
+            f"# with hf_posenc installed beside vLLM {VLLM_TESTED}*{_whether_it_is()}, requests of at most "
+            f"{folder.unextended()[0]} tokens, prompt and max_tokens, are read without the rule"
+        )
     if str(folder.config.get("dtype", folder.config.get("torch_dtype"))) == "float32":
         lines.append("# the weights are float32, and vLLM computes in bfloat16 unless you add --dtype float32")
     return lines
+
+
+def _whether_it_is() -> str:
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        return ""
+    return f" (which it is: {found})" if found.startswith(VLLM_TESTED) else f" (which has {found} here)"
 
 
 def sglang(folder: ExportFolder) -> list[str]:

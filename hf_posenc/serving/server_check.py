@@ -89,6 +89,8 @@ class ServerCheck:
         differences: From the live model under each rule that was compared, the folder's first.
         sentence: The verdict with its numbers.
         lines: The whole report.
+        short_rule: The rule that it runs for a request of half the original length: the folder's or ``"unscaled"``;
+            None if that could not be told, or nothing longer was compared.
     """
 
     verdict: str
@@ -96,6 +98,7 @@ class ServerCheck:
     differences: Mapping[str, Difference]
     sentence: str
     lines: tuple[str, ...]
+    short_rule: str | None = None
 
     @property
     def agrees(self) -> bool:
@@ -122,7 +125,8 @@ def check_server(
     """Find which rule a running server computes, with one text on the server and on the live model.
 
     The text is the beginning of a novel, given as token numbers. The live model reads it once for each rule that is
-    compared: the folder's, none, the folder's in part, and the other static methods if it is none of these.
+    compared: the folder's, none, the folder's in part, and the other static methods if it is none of these. Then a
+    short part of it is put to the server, which may run no rule for short requests (``hf_posenc.vllm_plugin``).
 
     Args:
         path: A folder of ``save_extended``.
@@ -179,6 +183,14 @@ def check_server(
         comparison = _compare(answered, live, folder.original)
         verdict, rule = judge(comparison, precision.limit)
     sentence = _sentence(verdict, rule, comparison, precision)
+    short_rule = None
+    if len(ids) > folder.original:
+        few = ids[: folder.original // 2]
+        said = server.log_probabilities(few, _rows(folder.original, len(few)))
+        both = {own_name: own_rule, UNSCALED: near[UNSCALED]}
+        of_short = _compare(said, {name: _live(model, folder, few, said, one) for name, one in both.items()}, len(few))
+        _, short_rule = judge(of_short, precision.limit)
+        notes.append(f"short requests (a probe of {len(few)} tokens): the server runs {short_rule or 'neither rule'}")
     past = int((answered.rows > folder.original).sum())
     if not past:
         notes.append(
@@ -191,7 +203,8 @@ def check_server(
         f"probe: {len(ids)} tokens of a novel, {len(answered.values)} log-probabilities, {past} of them past the "
         f"original length of {folder.original} tokens; live model in {str(model.dtype).removeprefix('torch.')}",
     ]
-    return ServerCheck(verdict, rule, comparison, sentence, (*head, *_table(comparison), *notes, sentence))
+    lines = (*head, *_table(comparison), *notes, sentence)
+    return ServerCheck(verdict, rule, comparison, sentence, lines, short_rule)
 
 
 @dataclass(frozen=True)

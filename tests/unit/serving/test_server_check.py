@@ -78,7 +78,9 @@ def folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_extended(tiny("yarn"), tmp_path_factory.mktemp("served") / "yarn", tokenizer)
 
 
-def openai(model: Any, tokenizer: Any, kind: str, *, length: int = 1024, noise: float = 0.0) -> Answers:
+def openai(
+    model: Any, tokenizer: Any, kind: str, *, length: int = 1024, noise: float = 0.0, for_short: Any = None
+) -> Answers:
     """Answer as a server with OpenAI's API does.
 
     Args:
@@ -87,11 +89,13 @@ def openai(model: Any, tokenizer: Any, kind: str, *, length: int = 1024, noise: 
         kind: ``"vllm"`` echoes; ``"old"`` knows prompt_logprobs only; ``"none"`` scores no prompt.
         length: Its context.
         noise: Standard deviation of what is added to each log-probability.
+        for_short: What it runs for prompts up to the original length; None for the same.
     """
 
     @torch.no_grad()
     def scored(ids: list[int]) -> list[float | None]:
-        values = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+        reads = for_short if for_short is not None and len(ids) <= 256 else model
+        values = reads(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
         values = values.gather(-1, torch.tensor(ids)[1:, None])[:, 0]
         torch.manual_seed(0)
         return [None, *(values + noise * torch.randn(len(values), dtype=torch.float64)).tolist()]
@@ -129,6 +133,15 @@ def test_prompts_scored_by_echo_and_by_prompt_logprobs(kind: str, folder: Path, 
     assert check.differences["yarn x4"].mean < 1e-5
     assert "511 log-probabilities, 255" in str(check)
     assert f"{address}," in str(check)
+
+
+@pytest.mark.parametrize(("method", "rule"), [("yarn", "yarn x4"), (None, "unscaled"), ("linear", None)])
+def test_the_rule_of_short_requests_is_told(method: str | None, rule: str | None, folder: Path, tokenizer: Any) -> None:
+    with server(openai(tiny("yarn"), tokenizer, "vllm", for_short=tiny(method))) as address:
+        check = check_server(folder, address, server_dtype="float32", dtype="float32")
+    assert check.short_rule == rule
+    assert f"short requests (a probe of 128 tokens): the server runs {rule or 'neither rule'}" in check.lines
+    assert check.agrees
 
 
 @pytest.mark.parametrize(

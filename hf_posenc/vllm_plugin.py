@@ -1,0 +1,211 @@
+"""A plugin of vLLM: requests up to the original length are read by the unextended model, longer ones by its extension.
+
+vLLM has one rule for all requests, so a static extension costs short ones quality. Here the tables of cosines and sines
+begin with the rows of the unextended model, one for each position of the original length L, and the rows of the rule
+follow. All positions of a request that may become longer than L are raised by L, so that it reads rows of the rule
+alone. The mode is decided when a request is admitted, and never changes. No kernel is touched, and blocks of the prefix
+cache are shared within a mode only.
+
+vLLM finds ``register`` by the entry point group ``vllm.general_plugins``. Nothing of vLLM is imported before it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_posenc.version import VLLM_TESTED
+
+logger = logging.getLogger("vllm.hf_posenc")  # shown by vLLM, whose loggers have a handler
+
+EXTENSION = "extension"  # in a request's extra_args, which are vllm_xargs over HTTP
+AUTO, ON, OFF = "auto", "on", "off"
+_MARK = "hf_posenc_original_length"  # on a model, whose tables hold both
+_SALT = "hf_posenc:extended"
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What a served folder is read with; lengths in tokens.
+
+    Attributes:
+        original: The length that the unextended model reads.
+        rope: Its ``rope_parameters``.
+    """
+
+    original: int
+    rope: Mapping[str, Any]
+
+    def admit(self, request: Any) -> None:
+        """Decide the mode of a request, and write it into it.
+
+        Raises:
+            VLLMValidationError: No such mode, or a request without the extension that may become too long for it.
+        """
+        params = request.sampling_params
+        prompt = len(request.prompt_token_ids if request.prompt_token_ids is not None else request.prompt_embeds)
+        most = prompt + (0 if params is None else params.max_tokens)
+        wanted = AUTO if params is None else (params.extra_args or {}).get(EXTENSION, AUTO)
+        if wanted not in (AUTO, ON, OFF):
+            raise _refusal(f"{EXTENSION} must be {AUTO!r}, {ON!r} or {OFF!r}, got {wanted!r}.")
+        if wanted == OFF and most > self.original:
+            raise _refusal(
+                f"{EXTENSION}='off' reads up to {self.original} tokens, and this request may get {most}, {prompt} of "
+                f"them in the prompt. Lower max_tokens, or leave {EXTENSION} out."
+            )
+        is_extended = wanted == ON or (wanted == AUTO and most > self.original)
+        if params is not None:
+            params.extra_args = {**(params.extra_args or {}), EXTENSION: ON if is_extended else OFF}
+        if is_extended:
+            request.cache_salt = f"{_SALT}:{request.cache_salt or ''}"
+
+    def is_extended(self, state: Any) -> bool:
+        """Say what ``admit`` decided; ``state`` is a worker's ``CachedRequestState``."""
+        if state.sampling_params is None:  # of a pooling model
+            return bool(state.num_prompt_tokens > self.original)
+        return bool(state.sampling_params.extra_args[EXTENSION] == ON) if state.sampling_params.extra_args else False
+
+    def put_before(self, model: Any) -> None:
+        """Put the rows of the unextended model before those of the rule.
+
+        Raises:
+            RuntimeError: There is no table, or one of a kind that the plugin does not know.
+        """
+        from vllm.model_executor.layers.rotary_embedding import get_rope
+
+        tables = [module for module in model.modules() if "rotary" in type(module).__module__.rpartition(".")[0]]
+        tables = [module for module in tables if any("cache" in name for name, _ in module.named_buffers())]
+        for module in tables:
+            buffers = dict(module.named_buffers(recurse=False))
+            name = next((name for name in ("cos_sin_cache", "long_short_cos_sin_cache") if name in buffers), None)
+            if name is None:
+                break
+            rule = buffers[name]
+            width = rule.shape[1]
+            rope = {**self.rope, "rope_dim": width}
+            style = getattr(module, "is_neox_style", True)  # of those without, there is no other
+            with torch.device(rule.device):
+                plain = get_rope(module.head_size, self.original, style, rope, rule.dtype)
+            if name == "long_short_cos_sin_cache":  # the short list's rows come first, which vLLM does not read
+                rule, module.use_long_rope = rule[module.original_max_position_embeddings :], False
+            native = plain.cos_sin_cache[: self.original].to(rule)
+            setattr(module, name, torch.cat([native, rule]))
+        else:
+            if tables:
+                setattr(model, _MARK, self.original)
+                return
+        kinds = sorted({type(module).__name__ for module in tables})
+        raise RuntimeError(
+            f"hf_posenc's plugin finds no table of cosines and sines that it knows ({', '.join(kinds) or 'none'}). "
+            "Serve the folder with its rule for all requests: start vLLM with VLLM_PLUGINS= in the environment."
+        )
+
+    def raise_positions(self, runner: Any, num_tokens: int) -> None:
+        """Raise the positions of the extended requests of a step."""
+        requests = [runner.requests[name] for name in runner.input_batch.req_ids]
+        offsets = [self.original * self.is_extended(request) for request in requests]
+        if any(offsets):
+            device = runner.positions.device
+            of_request = torch.tensor(offsets, dtype=runner.positions.dtype).to(device, non_blocking=True)
+            runner.positions[:num_tokens] += of_request[runner.req_indices.gpu[:num_tokens].long()]
+
+
+def register() -> None:
+    """Let vLLM serve extended folders in both modes; other models are served as before."""
+    import vllm
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not vllm.__version__.startswith(VLLM_TESTED):
+        logger.warning(
+            "hf_posenc's plugin was tested with vLLM %s* and this is %s: extended models are served with their rule "
+            "for all requests.",
+            VLLM_TESTED,
+            vllm.__version__,
+        )
+        return
+
+    def load_model(call: Callable[..., Any], loader: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        model = call(loader, vllm_config, *args, **kwargs)
+        if (modes := _modes(vllm_config)) is not None:
+            modes.put_before(model)
+        return model
+
+    def process_inputs(call: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
+        request = call(processor, *args, **kwargs)
+        if (modes := _modes(processor.vllm_config)) is not None:
+            modes.admit(request)
+        return request
+
+    def preprocess(call: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        modes = _modes(runner.vllm_config)
+        if modes is not None and getattr(runner.get_model(), _MARK, None) == modes.original:
+            modes.raise_positions(runner, scheduled.total_num_scheduled_tokens)
+        return call(runner, scheduled, *args, **kwargs)
+
+    _wrap(BaseModelLoader, "load_model", load_model)
+    _wrap(InputProcessor, "process_inputs", process_inputs)
+    _wrap(GPUModelRunner, "_preprocess", preprocess)
+
+
+def _refusal(message: str) -> Exception:
+    """Return the error that vLLM answers with the status 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    error: Exception = VLLMValidationError(message)
+    return error
+
+
+def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Put a function around a method, once: vLLM may register plugins several times."""
+    call = getattr(owner, name)
+    if not hasattr(call, _MARK):
+
+        @functools.wraps(call)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(call, *args, **kwargs)
+
+        setattr(wrapped, _MARK, True)
+        setattr(owner, name, wrapped)
+
+
+def _modes(vllm_config: Any) -> Modes | None:
+    """Return the modes of what is served; None for a model that is not extended, or has one mode."""
+    against = {
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "model runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
+        "multi-head latent attention": vllm_config.model_config.use_mla,
+    }
+    return modes_of(str(vllm_config.model_config.model), *(name for name, given in against.items() if given))
+
+
+@functools.cache
+def modes_of(path: str, *against: str) -> Modes | None:
+    if not (Path(path) / "context_extension.json").is_file():
+        return None
+    from hf_posenc.exports.folder import read_folder
+
+    folder = read_folder(path)
+    reasons = [*against, *folder.against_two_modes()]
+    if reasons:
+        logger.warning(
+            "hf_posenc: all requests to %s are read with its rule (%s), short ones too, because of %s.",
+            path,
+            folder.manifest["method"],
+            " and ".join(reasons),
+        )
+        return None
+    original, rope = folder.unextended()
+    logger.info(
+        "hf_posenc: requests to %s whose prompt and max_tokens are at most %d tokens are read without the extension.",
+        path,
+        original,
+    )
+    return Modes(original, rope)
