@@ -28,6 +28,11 @@ EXTENSION = "extension"  # in a request's extra_args, which are vllm_xargs over 
 AUTO, ON, OFF = "auto", "on", "off"
 _MARK = "hf_posenc_original_length"  # on a model, whose tables hold both
 _SALT = "hf_posenc:extended"
+_LONGROPE = "long_short_cos_sin_cache"
+_NO_TABLES = (
+    "hf_posenc's plugin knows no table of cosines and sines in this model ({}). Serve it with its rule for all "
+    "requests: start vLLM with VLLM_PLUGINS= in the environment."
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class Modes:
         """Say what ``admit`` decided; ``state`` is a worker's ``CachedRequestState``."""
         if state.sampling_params is None:  # of a pooling model
             return bool(state.num_prompt_tokens > self.original)
-        return bool(state.sampling_params.extra_args[EXTENSION] == ON) if state.sampling_params.extra_args else False
+        return bool((state.sampling_params.extra_args or {}).get(EXTENSION) == ON)  # a warm-up was not admitted
 
     def put_before(self, model: Any) -> None:
         """Put the rows of the unextended model before those of the rule.
@@ -79,32 +84,22 @@ class Modes:
         """
         from vllm.model_executor.layers.rotary_embedding import get_rope
 
-        tables = [module for module in model.modules() if "rotary" in type(module).__module__.rpartition(".")[0]]
-        tables = [module for module in tables if any("cache" in name for name, _ in module.named_buffers())]
-        for module in tables:
-            buffers = dict(module.named_buffers(recurse=False))
-            name = next((name for name in ("cos_sin_cache", "long_short_cos_sin_cache") if name in buffers), None)
-            if name is None:
-                break
-            rule = buffers[name]
-            width = rule.shape[1]
-            rope = {**self.rope, "rope_dim": width}
+        rotary = [module for module in model.modules() if ".rotary_embedding." in type(module).__module__]
+        rotary = [module for module in rotary if dict(module.named_buffers(recurse=False))]
+        unknown = {type(module).__name__ for module in rotary if _table_of(module) is None}
+        if unknown or not rotary:
+            raise RuntimeError(_NO_TABLES.format(", ".join(sorted(unknown)) or "the model has none"))
+        for module in rotary:
+            name = str(_table_of(module))
+            rule: torch.Tensor = getattr(module, name)
+            rope = {**self.rope, "rope_dim": rule.shape[1]}
             style = getattr(module, "is_neox_style", True)  # of those without, there is no other
             with torch.device(rule.device):
-                plain = get_rope(module.head_size, self.original, style, rope, rule.dtype)
-            if name == "long_short_cos_sin_cache":  # the short list's rows come first, which vLLM does not read
+                own = get_rope(module.head_size, self.original, style, rope, rule.dtype).cos_sin_cache
+            if name == _LONGROPE:  # the rows of its short list come first
                 rule, module.use_long_rope = rule[module.original_max_position_embeddings :], False
-            native = plain.cos_sin_cache[: self.original].to(rule)
-            setattr(module, name, torch.cat([native, rule]))
-        else:
-            if tables:
-                setattr(model, _MARK, self.original)
-                return
-        kinds = sorted({type(module).__name__ for module in tables})
-        raise RuntimeError(
-            f"hf_posenc's plugin finds no table of cosines and sines that it knows ({', '.join(kinds) or 'none'}). "
-            "Serve the folder with its rule for all requests: start vLLM with VLLM_PLUGINS= in the environment."
-        )
+            setattr(module, name, torch.cat([own[: self.original].to(rule), rule]))
+        setattr(model, _MARK, self.original)
 
     def raise_positions(self, runner: Any, num_tokens: int) -> None:
         """Raise the positions of the extended requests of a step."""
@@ -145,14 +140,20 @@ def register() -> None:
         return request
 
     def preprocess(call: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        modes = _modes(runner.vllm_config)
-        if modes is not None and getattr(runner.get_model(), _MARK, None) == modes.original:
+        if (modes := _modes(runner.vllm_config)) is not None:
+            if not hasattr(runner.get_model(), _MARK):
+                raise RuntimeError(_NO_TABLES.format("it was loaded by another loader"))
             modes.raise_positions(runner, scheduled.total_num_scheduled_tokens)
         return call(runner, scheduled, *args, **kwargs)
 
     _wrap(BaseModelLoader, "load_model", load_model)
     _wrap(InputProcessor, "process_inputs", process_inputs)
     _wrap(GPUModelRunner, "_preprocess", preprocess)
+
+
+def _table_of(module: Any) -> str | None:
+    """Return the name of a rotary module's table; None if it has one that is not known, or a second copy."""
+    return next((name for name in ("cos_sin_cache", _LONGROPE) if set(dict(module.named_buffers())) == {name}), None)
 
 
 def _refusal(message: str) -> Exception:
