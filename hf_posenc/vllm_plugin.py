@@ -129,18 +129,18 @@ def register() -> None:
 
     def load_model(call: Callable[..., Any], loader: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         model = call(loader, vllm_config, *args, **kwargs)
-        if (modes := _modes(vllm_config)) is not None:
+        if (modes := _modes_for(vllm_config)) is not None:
             modes.put_before(model)
         return model
 
     def process_inputs(call: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
         request = call(processor, *args, **kwargs)
-        if (modes := _modes(processor.vllm_config)) is not None:
+        if (modes := _modes(processor)) is not None:
             modes.admit(request)
         return request
 
     def preprocess(call: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        if (modes := _modes(runner.vllm_config)) is not None:
+        if (modes := _modes(runner)) is not None:
             if not hasattr(runner.get_model(), _MARK):
                 raise RuntimeError(_NO_TABLES.format("it was loaded by another loader"))
             modes.raise_positions(runner, scheduled.total_num_scheduled_tokens)
@@ -177,7 +177,15 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
         setattr(owner, name, wrapped)
 
 
-def _modes(vllm_config: Any) -> Modes | None:
+def _modes(owner: Any) -> Modes | None:
+    """Return the modes of what an engine or a worker serves, found once: this is asked in every step."""
+    if _MARK not in owner.__dict__:
+        owner.__dict__[_MARK] = _modes_for(owner.vllm_config)
+    modes: Modes | None = owner.__dict__[_MARK]
+    return modes
+
+
+def _modes_for(vllm_config: Any) -> Modes | None:
     """Return the modes of what is served; None for a model that is not extended, or has one mode."""
     against = {
         "speculative decoding": vllm_config.speculative_config is not None,
