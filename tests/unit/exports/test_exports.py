@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,29 @@ def test_comments_say_what_serving_takes(tmp_path: Path) -> None:
     assert short.endswith(
         "up to 64 tokens are read with the rule too: hf-posenc eval --method auto measures what that costs"
     )
+
+
+def test_vllm_is_said_to_read_short_requests_without_the_rule_where_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = extended(tmp_path / "model", "yarn")
+    said = "requests of at most 64 tokens, prompt and max_tokens, are read without the rule"
+    found: dict[str, str | None] = {"vllm": None}
+
+    def version(name: str) -> str:
+        if found[name] is None:
+            raise PackageNotFoundError(name)
+        return str(found[name])
+
+    monkeypatch.setattr("hf_posenc.exports.servers.version", version)
+    for installed, words in ((None, "0.32.*"), ("0.32.1", "which it is: 0.32.1"), ("0.33.0", "which has 0.33.0 here")):
+        found["vllm"] = installed
+        (line,) = [line for line in export_command(path, "vllm").splitlines() if said in line]
+        assert words in line
+    assert said not in export_command(path, "sglang")
+    manifest = json.loads((path / "context_extension.json").read_text())
+    (path / "context_extension.json").write_text(json.dumps({**manifest, "tokens_trained": 1000}))
+    assert said not in export_command(path, "vllm")
 
 
 def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) -> None:
