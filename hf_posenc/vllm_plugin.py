@@ -131,6 +131,10 @@ def register() -> None:
         model = call(loader, vllm_config, *args, **kwargs)
         if (modes := _modes_for(vllm_config)) is not None:
             modes.put_before(model)
+            if isinstance(
+                vllm_config.additional_config, dict
+            ):  # of the key to compiled code, which knows the tables' size
+                vllm_config.additional_config["hf_posenc"] = modes.original
         return model
 
     def process_inputs(call: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
