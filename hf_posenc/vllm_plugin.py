@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.version import VLLM_TESTED
 
 logger = logging.getLogger("vllm.hf_posenc")  # shown by vLLM, whose loggers have a handler
@@ -80,7 +81,7 @@ class Modes:
         """Put the rows of the unextended model before those of the rule.
 
         Raises:
-            RuntimeError: There is no table, or one of a kind that the plugin does not know.
+            ValueError: There is no table, or one of a kind that the plugin does not know.
         """
         from vllm.model_executor.layers.rotary_embedding import get_rope
 
@@ -88,7 +89,7 @@ class Modes:
         rotary = [module for module in rotary if dict(module.named_buffers(recurse=False))]
         unknown = {type(module).__name__ for module in rotary if _table_of(module) is None}
         if unknown or not rotary:
-            raise RuntimeError(_NO_TABLES.format(", ".join(sorted(unknown)) or "the model has none"))
+            raise InvalidRequestError(_NO_TABLES.format(", ".join(sorted(unknown)) or "the model has none"))
         for module in rotary:
             name = str(_table_of(module))
             rule: torch.Tensor = getattr(module, name)
@@ -146,7 +147,7 @@ def register() -> None:
     def preprocess(call: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         if (modes := _modes(runner)) is not None:
             if not hasattr(runner.get_model(), _MARK):
-                raise RuntimeError(_NO_TABLES.format("it was loaded by another loader"))
+                raise InvalidRequestError(_NO_TABLES.format("it was loaded by another loader"))
             modes.raise_positions(runner, scheduled.total_num_scheduled_tokens)
         return call(runner, scheduled, *args, **kwargs)
 
