@@ -132,9 +132,8 @@ def register() -> None:
         model = call(loader, vllm_config, *args, **kwargs)
         if (modes := _modes_for(vllm_config)) is not None:
             modes.put_before(model)
-            if isinstance(
-                vllm_config.additional_config, dict
-            ):  # of the key to compiled code, which knows the tables' size
+            # In the key to compiled code, which knows the size of the tables.
+            if isinstance(vllm_config.additional_config, dict):
                 vllm_config.additional_config["hf_posenc"] = modes.original
         return model
 
@@ -202,7 +201,15 @@ def _modes_for(vllm_config: Any) -> Modes | None:
 
 @functools.cache
 def modes_of(path: str, *against: str) -> Modes | None:
-    if not (Path(path) / "context_extension.json").is_file():
+    """Return the modes of a folder; None if it is not extended, or all requests are to be read with its rule.
+
+    Args:
+        path: What is served: a folder, or a name on the Hub, which has no modes.
+        *against: Why vLLM cannot serve both, if it cannot; it is logged with what the folder says against it.
+    """
+    from hf_posenc.methods.base import MANIFEST
+
+    if not (Path(path) / MANIFEST).is_file():
         return None
     from hf_posenc.exports.folder import read_folder
 

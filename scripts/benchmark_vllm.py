@@ -44,8 +44,8 @@ def main() -> None:
         engine.generate(prompts, wanted, use_tqdm=False)
         return time.perf_counter() - start
 
-    around = {(InputProcessor, "process_inputs"), (GPUModelRunner, "_preprocess")}
-    put_around = {(owner, name): getattr(owner, name) for owner, name in around}
+    hooked = ((InputProcessor, "process_inputs"), (GPUModelRunner, "_preprocess"))
+    put_around = {(owner, name): getattr(owner, name) for owner, name in hooked}
     found: dict[str, list[float]] = {"with": [], "without": []}
     seconds("on", "off")  # warms up
     for _ in range(args.rounds):

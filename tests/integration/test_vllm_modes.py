@@ -29,16 +29,14 @@ pytestmark = pytest.mark.slow
 
 ORIGINAL, TARGET = 256, 1024
 BATCHED = {"max_num_batched_tokens": 96}  # fewer than a prompt has, which is then read in parts
-FEW_BLOCKS = {
-    "num_gpu_blocks_override": 40,
-    "enable_prefix_caching": False,
-}  # of 32 tokens, for ten requests of up to 300
+# Of 32 tokens each, for ten requests of up to 300 tokens.
+FEW_BLOCKS = {"num_gpu_blocks_override": 40, "enable_prefix_caching": False}
 
 
 def request(
-    ids: list[int], max_tokens: int = 8, extension: str | None = None, *, scored: bool = True, **extra: Any
+    ids: list[int], max_tokens: int = 8, extension: str | None = None, *, scored: bool = True
 ) -> dict[str, Any]:
-    extra_args = {**extra, **({} if extension is None else {"extension": extension})} or None
+    extra_args = None if extension is None else {"extension": extension}
     return {"ids": ids, "max_tokens": max_tokens, "scored": scored, "extra_args": extra_args}
 
 
@@ -75,7 +73,7 @@ class Served:
         self.jobs |= {"preempted": (FEW_BLOCKS, "yarn", [many])}
         self.jobs |= {"forced": ({}, "yarn", [[request(ids[:200], 8, "on"), request(ids[:200], 8, "off")]])}
         site = root / "site"
-        copy = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", site]
+        copy = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site]
         (root / "build").mkdir()
         subprocess.run([*copy, build_wheel(root / "build")], check=True)
         short = {

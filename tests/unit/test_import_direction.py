@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "comparing": "methods families patching evaluation retrieving",
     "cli": "assets methods families data patching checkpoint exports doctor evaluation retrieving publishing "
     "training fitting serving planning reporting explain comparing",
-    "vllm_plugin": "exports",
+    "vllm_plugin": "methods exports",
     "__main__": "cli",
     "__init__": "checkpoint",
 }
