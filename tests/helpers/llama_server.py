@@ -6,18 +6,22 @@ import json
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+SCALING = "rope_scaling_type"  # its values are names of xllamacpp.llama_rope_scaling_type
 _SECONDS = 120  # that one request, or the start, may take
 
 
 @contextmanager
-def serving(file: Path, context_length: int) -> Iterator[str]:
-    """Serve a file with a float32 cache and without flash attention, which rounds to float16; yields the address."""
-    command = [sys.executable, __file__, str(file), str(context_length)]
+def serving(file: Path, context_length: int, rope: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Serve a file with a float32 cache and without flash attention, which rounds to float16; yields the address.
+
+    ``rope`` are settings of positions besides those of the file, as llama-server's flags give them.
+    """
+    command = [sys.executable, __file__, str(file), str(context_length), json.dumps(rope or {})]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -45,7 +49,7 @@ def next_token(address: str, ids: list[int], top: int = 10) -> dict[int, float]:
     return {one["id"]: one["logprob"] for one in step["top_logprobs"]}
 
 
-def _serve(file: str, context_length: int) -> None:
+def _serve(file: str, context_length: int, rope: Mapping[str, Any]) -> None:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -54,10 +58,12 @@ def _serve(file: str, context_length: int) -> None:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    for name, value in rope.items():
+        setattr(params, name, getattr(xllamacpp.llama_rope_scaling_type, value) if name == SCALING else value)
     server = xllamacpp.Server(params)
     print("serving", server.listening_address, flush=True)
     sys.stdin.read()  # until the parent ends
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+    _serve(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.cli.main import main
 from hf_posenc.exports import export_gguf
 from hf_posenc.serving import check_server
-from llama_server import ask, next_token, serving
+from llama_server import SCALING, ask, next_token, serving
 from tiny_models import STATIC_METHODS, method_options
 
 pytest.importorskip("xllamacpp", reason="llama.cpp's server is one wheel: pip install 'hf_posenc[dev]'")
@@ -62,7 +62,7 @@ def extended(folder: Path, tokenizer, key: str) -> tuple[Path, PreTrainedModel]:
 
 
 @torch.no_grad()
-def differences(model: PreTrainedModel, ids: list[int], address: str, rows: tuple[int, ...]) -> torch.Tensor:
+def differences(model: PreTrainedModel, ids: list[int], address: str, rows: Sequence[int]) -> torch.Tensor:
     """Return the mean absolute difference of log-probabilities at each row."""
     live = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
     means = []
@@ -103,6 +103,21 @@ def test_llama_server_runs_a_model_whose_projections_were_changed(ids: list[int]
         assert differences(model, ids, address, ROWS).max() < 1e-4
         other = patch_model(tiny(), "fitted", **result.options).eval()
         assert differences(other, ids, address, ROWS).max() > 1e-3  # the same rule, the weights of the base
+
+
+def test_two_servers_of_one_file_read_short_and_long_requests_by_two_rules(
+    ids: list[int], tokenizer, tmp_path: Path
+) -> None:
+    _, model = extended(tmp_path / "model", tokenizer, "yarn")
+    unextended = tiny()
+    unextended.config.max_position_embeddings = TARGET  # which --override-kv says to llama-server
+    file = write_gguf(tmp_path / "base.gguf", unextended, tokenizer)
+    yarn = {SCALING: "LLAMA_ROPE_SCALING_TYPE_YARN", "rope_freq_scale": ORIGINAL / TARGET, "yarn_orig_ctx": ORIGINAL}
+    short, long = [row for row in ROWS if row <= ORIGINAL], [row for row in ROWS if row > ORIGINAL]
+    with serving(file, ORIGINAL) as of_short, serving(file, TARGET, yarn) as of_long:
+        assert differences(unextended, ids, of_short, short).max() < 1e-4
+        assert differences(model, ids, of_long, long).max() < 1e-4
+        assert differences(unextended, ids, of_long, short).min() > 0.1  # the wrong one is told
 
 
 def test_llama_server_splits_texts_as_the_folder_does(ids: list[int], unscaled: str, tokenizer) -> None:
