@@ -48,7 +48,7 @@ from hf_posenc.cli.main import main
 PAGES = ROOT / "docs" / "pages"
 TINY = str(tiny_model_path())
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
-LANGUAGES = ("python", "sh", "toml", "yaml", "json", "text")
+LANGUAGES = ("python", "sh", "toml", "yaml", "json", "ini", "text")
 SMOLLM2_CONFIG = LlamaConfig(
     vocab_size=49152,
     hidden_size=576,
