@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines import answers, vllm_serving
-from folders import HELPERS
+from folders import HELPERS, SMOLLM2
 from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.serving import check_server
@@ -38,6 +38,15 @@ def request(
 ) -> dict[str, Any]:
     extra_args = None if extension is None else {"extension": extension}
     return {"ids": ids, "max_tokens": max_tokens, "scored": scored, "extra_args": extra_args}
+
+
+def plugin_site(root: Path) -> Path:
+    """Return a folder with this package and what its metadata says, for vLLM's Python path."""
+    site = root / "site"
+    (root / "build").mkdir()
+    copy = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site]
+    subprocess.run([*copy, build_wheel(root / "build")], check=True)
+    return site
 
 
 class Served:
@@ -72,10 +81,7 @@ class Served:
         self.jobs |= {"again": ({}, "yarn", again), "in parts": (BATCHED, "longrope", [mixed])}
         self.jobs |= {"preempted": (FEW_BLOCKS, "yarn", [many])}
         self.jobs |= {"forced": ({}, "yarn", [[request(ids[:200], 8, "on"), request(ids[:200], 8, "off")]])}
-        site = root / "site"
-        copy = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site]
-        (root / "build").mkdir()
-        subprocess.run([*copy, build_wheel(root / "build")], check=True)
+        self.site = plugin_site(root)
         short = {
             name: {"engine": self._engine("base", {}), "batches": [self._short(batch) for batch in batches]}
             for name, (_, _, batches) in self.jobs.items()
@@ -86,8 +92,7 @@ class Served:
         }
         self.base = self._ask(short)
         self.static = self._ask(with_rule, VLLM_PLUGINS="")
-        self.plugin = self._ask(with_rule, PYTHONPATH=str(site))
-        self.site = site
+        self.plugin = self._ask(with_rule, PYTHONPATH=str(self.site))
 
     def _engine(self, key: str, options: dict[str, Any]) -> dict[str, Any]:
         length = ORIGINAL if key == "base" else TARGET
@@ -177,3 +182,27 @@ def test_a_server_in_several_processes_tells_what_it_refuses(served: Served, tmp
         assert "must be 'auto', 'on' or 'off', got 'maybe'" in str(said)
         assert complete(address, "off", 56)[0] == 200
     assert "at most 256 tokens are read without the extension" in (tmp_path / "log").read_text()
+
+
+def test_smollm2_reads_a_short_and_a_long_request_in_one_batch(tmp_path: Path) -> None:
+    assert SMOLLM2.is_dir(), "scripts/fetch_smollm2 makes it"
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
+    patch_model(model, preset="smollm2-135m-fitted-4x")
+    save_extended(model, tmp_path / "fitted", tokenizer, base_model=str(SMOLLM2))
+    ids = tokenizer(load_novel("persuasion")[:60_000], verbose=False)["input_ids"]
+    short, long = request(ids[:2048]), request(ids[:9216])  # the original length is 8192
+
+    def ask(folder: Path, batches: list[Any], length: int, **variables: str) -> Any:
+        jobs = {"all": {"engine": {"model": str(folder), "max_model_len": length}, "batches": batches}}
+        program = HELPERS / "vllm_requests_program.py"
+        return answers("vllm", program, tmp_path, jobs, VLLM_CPU_KVCACHE_SPACE="2", **variables)["all"]["batches"]
+
+    ((alone,),) = ask(SMOLLM2, [[short]], 8192)
+    ((by_rule, static),) = ask(tmp_path / "fitted", [[short, long]], 9728, VLLM_PLUGINS="")
+    found = ask(tmp_path / "fitted", [[short], [short, long]], 9728, PYTHONPATH=str(plugin_site(tmp_path)))
+    ((unmixed,), (mixed, extended)) = found
+    assert apart(unmixed, alone) < 1e-6
+    assert apart(mixed, alone) < 1e-4  # what else is in a batch changes how a CPU rounds
+    assert apart(by_rule, alone) > 1e-2
+    assert apart(extended, static) < 1e-5
