@@ -3,8 +3,8 @@
 vLLM has one rule for all requests, so a static extension costs short ones quality. Here the tables of cosines and sines
 begin with the rows of the unextended model, one for each position of the original length L, and the rows of the rule
 follow. All positions of a request that may become longer than L are raised by L, so that it reads rows of the rule
-alone. The mode is decided when a request is admitted, and never changes. No kernel is touched, and blocks of the prefix
-cache are shared within a mode only.
+alone. Weights that were trained with the rule are an adapter of such a request. The mode is decided when a request is
+admitted, and never changes. No kernel is touched, and blocks of the prefix cache are shared within a mode only.
 
 vLLM finds ``register`` by the entry point group ``vllm.general_plugins``. Nothing of vLLM is imported before it does.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.version import VLLM_TESTED
+from hf_posenc.version import VLLM_KEY, VLLM_TESTED
 
 logger = logging.getLogger("vllm.hf_posenc")  # shown by vLLM, whose loggers have a handler
 
@@ -29,6 +29,7 @@ EXTENSION = "extension"  # in a request's extra_args, which are vllm_xargs over 
 AUTO, ON, OFF = "auto", "on", "off"
 _MARK = "hf_posenc_original_length"  # on a model, whose tables hold both
 _SALT = "hf_posenc:extended"
+_ADAPTER_ID = 2**30  # of LoRA requests, which vLLM's server counts from 1
 _LONGROPE = "long_short_cos_sin_cache"
 _NO_TABLES = (
     "hf_posenc's plugin knows no table of cosines and sines in this model ({}). Serve it with its rule for all "
@@ -43,10 +44,12 @@ class Modes:
     Attributes:
         original: The length that the unextended model reads.
         rope: Its ``rope_parameters``.
+        adapter: The folder of the adapter that extended requests are read with, if there is one.
     """
 
     original: int
     rope: Mapping[str, Any]
+    adapter: str | None = None
 
     def admit(self, request: Any) -> None:
         """Decide the mode of a request, and write it into it.
@@ -70,6 +73,13 @@ class Modes:
             params.extra_args = {**(params.extra_args or {}), EXTENSION: ON if is_extended else OFF}
         if is_extended:
             request.cache_salt = f"{_SALT}:{request.cache_salt or ''}"
+            if self.adapter is not None:
+                if request.lora_request is not None:
+                    raise _refusal(
+                        f"this request may get {most} tokens, for which the server has an adapter, and names another "
+                        f"one. Leave that out, or ask for at most {self.original} tokens, prompt and max_tokens."
+                    )
+                request.lora_request = _adapter_request(self.adapter)
 
     def is_extended(self, state: Any) -> bool:
         """Say what ``admit`` decided; ``state`` is a worker's ``CachedRequestState``."""
@@ -134,7 +144,7 @@ def register() -> None:
             modes.put_before(model)
             # In the key to compiled code, which knows the size of the tables.
             if isinstance(vllm_config.additional_config, dict):
-                vllm_config.additional_config["hf_posenc"] = modes.original
+                vllm_config.additional_config[_MARK] = modes.original
         return model
 
     def process_inputs(call: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +168,12 @@ def register() -> None:
 def _table_of(module: Any) -> str | None:
     """Return the name of a rotary module's table; None if it has one that is not known, or a second copy."""
     return next((name for name in ("cos_sin_cache", _LONGROPE) if set(dict(module.named_buffers())) == {name}), None)
+
+
+def _adapter_request(path: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(_SALT, _ADAPTER_ID, path)
 
 
 def _refusal(message: str) -> Exception:
@@ -190,13 +206,36 @@ def _modes(owner: Any) -> Modes | None:
 
 
 def _modes_for(vllm_config: Any) -> Modes | None:
-    """Return the modes of what is served; None for a model that is not extended, or has one mode."""
+    """Return the modes of what is served; None for a model that is not extended, or has one mode.
+
+    Raises:
+        ValueError: An adapter is named, and long requests cannot be read with it and its rule.
+    """
     against = {
         "speculative decoding": vllm_config.speculative_config is not None,
         "model runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
         "multi-head latent attention": vllm_config.model_config.use_mla,
     }
-    return modes_of(str(vllm_config.model_config.model), *(name for name, given in against.items() if given))
+    reasons = [name for name, given in against.items() if given]
+    adapter = vllm_config.additional_config.get(VLLM_KEY) if isinstance(vllm_config.additional_config, dict) else None
+    if adapter is None:
+        return modes_of(str(vllm_config.model_config.model), *reasons)
+    from hf_posenc.exports.folder import read_folder
+
+    folder, served = read_folder(adapter), vllm_config.model_config.hf_text_config.rope_parameters
+    if vllm_config.lora_config is None:
+        reasons.append("a server without --enable-lora")
+    elif vllm_config.lora_config.max_loras < 2 and vllm_config.device_config.device_type == "cpu":
+        reasons.append("--max-loras 1: on a CPU, short requests beside long ones get the adapter too")
+    if folder.adapter is None or {**served, **folder.rope} != dict(served):
+        reasons.append("a server without the rule of the adapter")
+    modes = modes_of(adapter, *reasons)
+    if modes is None:
+        raise InvalidRequestError(
+            f"--additional-config names {adapter!r} for long requests, and they cannot be read with it; the log says "
+            "why. hf-posenc export FOLDER --to vllm prints the command."
+        )
+    return modes
 
 
 @functools.cache
@@ -204,7 +243,7 @@ def modes_of(path: str, *against: str) -> Modes | None:
     """Return the modes of a folder; None if it is not extended, or all requests are to be read with its rule.
 
     Args:
-        path: What is served: a folder, or a name on the Hub, which has no modes.
+        path: What is served: a folder, or a name on the Hub, which has no modes; or the folder of an adapter.
         *against: Why vLLM cannot serve both, if it cannot; it is logged with what the folder says against it.
     """
     from hf_posenc.methods.base import MANIFEST
@@ -229,4 +268,4 @@ def modes_of(path: str, *against: str) -> Modes | None:
         path,
         original,
     )
-    return Modes(original, rope)
+    return Modes(original, rope, folder.adapter)

@@ -8,15 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from hf_posenc.checkpoint.manifest import (
-    ADAPTER_CONFIG,
     CONFIG,
     MANIFEST,
     RESULTS,
     SCALED_BASE,
+    base_of_adapter,
+    is_saved_by_us,
     needs_hf_posenc,
     read_manifest,
 )
+from hf_posenc.checkpoint.pretrained import folder_with
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method
@@ -34,11 +38,12 @@ class ExportFolder:
     """A folder written by ``save_extended``.
 
     Attributes:
-        path: Where it is, as commands name it.
+        path: Where the model is, as commands name it.
         config: Its config.json.
-        manifest: Its context_extension.json.
+        manifest: Its context_extension.json; that of the adapter, if there is one.
         results: Its results.jsonl; need not exist.
         overrides: What ``config`` has that the file has not: the server needs them.
+        adapter: The folder, if it is that of an adapter; ``path`` is its base model then.
     """
 
     path: str
@@ -46,6 +51,7 @@ class ExportFolder:
     manifest: dict[str, Any]
     results: Path
     overrides: dict[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
 
     @property
     def needs_hf_posenc(self) -> bool:
@@ -110,28 +116,38 @@ class ExportFolder:
 
     def unextended(self) -> tuple[int, dict[str, Any]]:
         """Return the length that the unextended model reads, in tokens, and its ``rope_parameters``."""
+        if self.adapter is not None:
+            config = AutoConfig.from_pretrained(self.path)
+            rope = dict(config.rope_parameters)
+            is_scaled = rope.get("rope_type", PLAIN) != PLAIN
+            return config.max_position_embeddings if is_scaled else self.original, rope
         base = self.manifest.get(SCALED_BASE) or {}
         plain = {"rope_type": PLAIN, "rope_theta": self.manifest["rope_theta"]}
         return base.get("max_position_embeddings", self.original), base.get("rope_parameters", plain)
 
     def against_two_modes(self) -> list[str]:
         """Return why short requests are not to be read without the rule; nothing where they may be."""
-        is_trained = self.is_adapted or self.manifest["tokens_trained"] != 0
+        if self.adapter is None:
+            is_trained = self.is_adapted or self.manifest["tokens_trained"] != 0
+        else:  # short requests are read without it
+            is_trained = is_saved_by_us(self.path)
         found = {
             "weights that were trained with the rule": is_trained,
+            "a sliding window that was changed": "sliding_window" in self.manifest,
             "rules by layer type": any(isinstance(value, dict) for value in self.rope.values()),
             "a folder that does not say how the unextended model reads (write it with hf-posenc patch)": not is_trained
+            and self.adapter is None
             and self.manifest.get(SCALED_BASE, {}) is None,
         }
         return [reason for reason, holds in found.items() if holds]
 
 
 def read_folder(path: str | Path) -> ExportFolder:
-    """Read a folder written by ``save_extended``.
+    """Read a folder written by ``save_extended``, a model's or an adapter's.
 
     Raises:
         FileNotFoundError: There is no manifest, or no config.json.
-        ValueError: It is an adapter, or a file is damaged.
+        ValueError: A file is damaged, or an adapter does not name its base model.
     """
     folder = Path(path).expanduser()
     manifest = read_manifest(folder)
@@ -139,19 +155,50 @@ def read_folder(path: str | Path) -> ExportFolder:
         raise MissingFileError(
             f"{str(path)!r} has no {MANIFEST}: give a folder that hf-posenc wrote (patch, finetune)."
         )
-    if (folder / ADAPTER_CONFIG).is_file():
-        raise InvalidRequestError(
-            f"{str(path)!r} is an adapter, and servers read the rule from the config.json of a whole model. Merge it "
-            "first: save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer, "
-            f"tokens_trained={manifest['tokens_trained']})."
+    base = base_of_adapter(folder)
+    if base is None:
+        return ExportFolder(str(folder), _read_config(folder), manifest, folder / RESULTS)
+    source = folder_with(base, (CONFIG,)) if base else None
+    if source is None:
+        raise MissingFileError(
+            f"{str(path)!r} is an adapter, and its base model {base!r} has no {CONFIG}: base_model_name_or_path in its "
+            "settings must be a folder that is here, or a name on the Hub."
         )
+    config = _read_config(source)
+    changed: dict[str, Any] = {"rope_parameters": manifest["rope_parameters"]}
+    changed |= {key: manifest["context_length"] for key in LENGTH_KEYS if config.get(key) is not None}
+    return ExportFolder(base, {**config, **changed}, manifest, folder / RESULTS, changed, adapter=str(folder))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It is damaged.
+    """
     if not (folder / CONFIG).is_file():
-        raise MissingFileError(f"{str(path)!r} has no {CONFIG}: the checkpoint is not whole. Save the model again.")
+        raise MissingFileError(f"{str(folder)!r} has no {CONFIG}: the checkpoint is not whole. Save the model again.")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidRequestError(f"{folder / CONFIG} is damaged ({error}). Save the model again.") from error
-    return ExportFolder(str(folder), config, manifest, folder / RESULTS)
+    return config
+
+
+def refuse_adapter(folder: ExportFolder) -> None:
+    """Raise if it is an adapter's.
+
+    Raises:
+        ValueError: With what to do.
+    """
+    if folder.adapter is not None:
+        raise InvalidRequestError(
+            f"{folder.adapter!r} is an adapter, and this is for whole models (--to vllm takes adapters too, with the "
+            "rule that they were trained with). Merge it first: "
+            "save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer, "
+            f"tokens_trained={folder.manifest['tokens_trained']})."
+        )
 
 
 def check_rule(folder: ExportFolder) -> None:

@@ -11,7 +11,15 @@ import torch
 
 from hf_posenc.checkpoint.manifest import CONFIG
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.exports.folder import PLAIN, ExportFolder, check_rule, command, has_two_lists, read_folder
+from hf_posenc.exports.folder import (
+    PLAIN,
+    ExportFolder,
+    check_rule,
+    command,
+    has_two_lists,
+    read_folder,
+    refuse_adapter,
+)
 from hf_posenc.exports.nearest import refuse_attention_rule
 from hf_posenc.methods.base import plain_frequencies
 from hf_posenc.methods.yarn import Yarn
@@ -131,6 +139,7 @@ def check_family(folder: ExportFolder) -> None:
         )
     if folder.rope_type == "dynamic":
         raise InvalidRequestError("llama.cpp cannot express Transformers' dynamic rule: it has no such scaling type.")
+    refuse_adapter(folder)
     refuse_attention_rule(folder, "llama.cpp")
     check_rule(folder)
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import math
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.exports.folder import ExportFolder, check_one_list, command
 from hf_posenc.methods.yarn import Yarn
-from hf_posenc.version import VLLM_TESTED
+from hf_posenc.utils.files import read_json
+from hf_posenc.version import VLLM_KEY, VLLM_TESTED
 
 # TGI's yarn has these built in, whatever config.json says.
 _TGI_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes (vllm/config/lora.py)
 
 
 def _usual_factor(factor: float, mscale: float = 1.0, mscale_all_dim: float = 0.0) -> float:
@@ -59,27 +64,66 @@ def vllm(folder: ExportFolder) -> list[str]:
     check_one_list(folder, "vLLM", "it takes long_factor for every text once --max-model-len exceeds the original")
     rope = _with_mscale(folder) if folder.rope_type == "longrope" else folder.rope
     lines = _lines(folder, rope, ["vllm", "serve"], "--max-model-len", "--hf-overrides")
+    if folder.adapter is not None:
+        lines = _with_adapter(folder, lines[0])
     if (
         folder.rope_type == Yarn.rope_type
         and {"attention_factor", "mscale", "mscale_all_dim", "truncate"} & rope.keys()
     ):
         lines.insert(0, "# earlier versions skip some of attention_factor, mscale and truncate, without a word")
-    if not folder.against_two_modes() and not folder.overrides:
-        lines.append(
-            f"# with hf_posenc installed beside vLLM {VLLM_TESTED}*{_whether_it_is()}, requests of at most "
-            f"{folder.unextended()[0]} tokens, prompt and max_tokens, are read without the rule"
-        )
+    elif not folder.overrides and not folder.against_two_modes():
+        lines.append(f"# {_short_requests(folder)} are read without the rule")
     if str(folder.config.get("dtype", folder.config.get("torch_dtype"))) == "float32":
         lines.append("# the weights are float32, and vLLM computes in bfloat16 unless you add --dtype float32")
     return lines
 
 
-def _whether_it_is() -> str:
+def _with_adapter(folder: ExportFolder, serve: str) -> list[str]:
+    """Return the commands for an adapter: for requests that name it, and with the plugin for all long ones.
+
+    What vLLM does not run of PEFT is in vllm/lora/peft_helper.py.
+    """
+    settings = read_json(Path(str(folder.adapter)) / ADAPTER_CONFIG)
+    rank = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
+    allowed = next((one for one in _LORA_RANKS if one >= rank), None)
+    refused = {
+        f"the rank {rank}, above {_LORA_RANKS[-1]}": allowed is None,
+        "weights that were trained as a whole (finetune --no-lora-embeddings trains none)": settings["modules_to_save"],
+        "DoRA": settings.get("use_dora"),
+    }
+    if reasons := [reason for reason, holds in refused.items() if holds]:
+        raise InvalidRequestError(
+            f"vLLM does not run the adapter {folder.adapter!r}, because of {' and '.join(reasons)}. Merge it first: "
+            "save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer, "
+            f"tokens_trained={folder.manifest['tokens_trained']})."
+        )
+    # On CPUs, vLLM 0.32 reads requests without an adapter with what is in the last of its places (lora/ops/torch_ops).
+    serve += " " + command("--enable-lora", "--max-loras", 2, "--max-lora-rank", str(allowed))
+    if isinstance(modules := settings["target_modules"], list):
+        # No others are wrapped: they cost time, and on CPUs a wrapped head cannot score the tokens of a prompt.
+        serve += " " + command("--lora-target-modules", *sorted(modules))
+    lines = [
+        f"{serve} {command('--lora-modules', f'extended={folder.adapter}')}",
+        "# name the model 'extended' in requests; under the base model's name they get its rule without its weights",
+    ]
+    if not folder.against_two_modes():
+        plugin = json.dumps({VLLM_KEY: folder.adapter})
+        lines.append(f"# {_short_requests(folder)} get neither rule nor adapter, and longer ones both:")
+        lines.append(f"{serve} {command('--additional-config', plugin)}")
+    return lines
+
+
+def _short_requests(folder: ExportFolder) -> str:
+    """Return the beginning of a sentence on what the plugin of vLLM does."""
     try:
         found = version("vllm")
+        is_it = f" (which it is: {found})" if found.startswith(VLLM_TESTED) else f" (which has {found} here)"
     except PackageNotFoundError:
-        return ""
-    return f" (which it is: {found})" if found.startswith(VLLM_TESTED) else f" (which has {found} here)"
+        is_it = ""
+    return (
+        f"with hf_posenc installed beside vLLM {VLLM_TESTED}*{is_it}, requests of at most {folder.unextended()[0]} "
+        "tokens, prompt and max_tokens,"
+    )
 
 
 def sglang(folder: ExportFolder) -> list[str]:

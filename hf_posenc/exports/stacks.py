@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_posenc.errors import InvalidRequestError, UnknownNameError
-from hf_posenc.exports.folder import ExportFolder, check_rule, notes_for_servers, read_folder
+from hf_posenc.exports.folder import ExportFolder, check_rule, notes_for_servers, read_folder, refuse_adapter
 from hf_posenc.exports.llama_cpp import ARCHITECTURES, LLAMA_SERVER, READ, llama_cpp, ollama
 from hf_posenc.exports.nearest import as_static, refuse_attention_rule, what_is_lost
 from hf_posenc.exports.servers import mlx, sglang, tgi, vllm
@@ -24,6 +24,7 @@ class Stack:
         model_types: Families whose code there was seen to pass on what config.json says of positions.
         dynamic: What it does in place of Transformers' dynamic rule.
         lines: The commands and comments for a folder.
+        runs_adapters: Whether it puts an adapter on its base model.
     """
 
     title: str
@@ -32,6 +33,7 @@ class Stack:
     model_types: frozenset[str]
     dynamic: str
     lines: Callable[[ExportFolder], list[str]]
+    runs_adapters: bool = False
 
     @property
     def checked(self) -> str:
@@ -49,6 +51,7 @@ STACKS: dict[str, Stack] = {
         model_types=frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}),
         dynamic=_STARTS_FIXED,
         lines=vllm,
+        runs_adapters=True,
     ),
     "sglang": Stack(
         title="SGLang",
@@ -109,8 +112,8 @@ def export_command(path: str | Path, stack: str, as_method: str | None = None) -
 
     Raises:
         FileNotFoundError: There is no manifest, or no config.json.
-        ValueError: The stack is unknown or cannot express the rule (with the reason), or the folder is an adapter's;
-            or there is no need for ``as_method``.
+        ValueError: The stack is unknown, or cannot express the rule (with the reason) or run adapters; or there is no
+            need for ``as_method``.
     """
     known = STACKS.get(stack.lower())
     if known is None:
@@ -151,6 +154,8 @@ def checked_for(stack: Stack, folder: ExportFolder, as_method: str | None = None
             f"{stack.title} cannot express Transformers' dynamic rule, one scale per forward: {stack.dynamic}. Save "
             "the model with a static rule, such as ntk or yarn."
         )
+    if as_method is not None or not stack.runs_adapters:
+        refuse_adapter(folder)
     comments: list[str] = []
     if as_method is not None:
         own, folder = folder, as_static(folder, as_method)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
 from hf_posenc.checkpoint.loading import load_model, tokenizer_source
 from hf_posenc.checkpoint.pretrained import load_tokenizer
 from hf_posenc.errors import HfPosencError, InvalidRequestError, argument
 from hf_posenc.evaluation.lm_head import check_head, decoder_body, head_logits, row_chunks
-from hf_posenc.exports.folder import ExportFolder, read_folder
+from hf_posenc.exports.folder import ExportFolder, read_folder, refuse_adapter
 from hf_posenc.exports.nearest import as_static, refuse_attention_rule, static_without_options
 from hf_posenc.methods.registry import get_method
 from hf_posenc.patching.api import is_patched, patched, unpatch_model
@@ -147,6 +146,7 @@ def check_server(
     """
     folder = read_folder(path)
     if as_method is not None:
+        refuse_adapter(folder)
         folder = as_static(folder, as_method)
     refuse_attention_rule(folder, "a server")
     if server_dtype is not None and server_dtype not in PRECISIONS:
@@ -163,14 +163,16 @@ def check_server(
     answered = server.log_probabilities(ids, _rows(folder.original, len(ids)))
     precision = _precision(server, server_dtype)
 
-    model, _ = load_model(folder.path, dtype=dtype, device=device)
-    if is_patched(model):  # a rule that only hf_posenc runs, and as_method instead
+    model, _ = load_model(folder.adapter or folder.path, dtype=dtype, device=device)
+    # A rule that only hf_posenc runs, and as_method instead; or of an adapter, whose base model is patched.
+    is_put_on = is_patched(model)
+    if is_put_on:
         unpatch_model(model)
-    check_head(model)
-    own_rule = _Rule(folder.manifest["method"], folder.manifest["options"]) if as_method is not None else None
+    check_head(_inner(model, folder))
+    own_rule = _Rule(folder.manifest["method"], folder.manifest["options"]) if is_put_on else None
     own_name = f"{folder.manifest['method']} x{folder.manifest['factor']:g}"
     live = {own_name: _live(model, folder, ids, answered, own_rule)}
-    near = {UNSCALED: _Rule("linear", {}, factor=1.0), **_parts_of_rule(folder)}
+    near = {UNSCALED: _Rule("linear", {}, factor=1.0, adapter=False), **_parts_of_rule(folder)}
     live |= {name: _live(model, folder, ids, answered, other) for name, other in near.items()}
     comparison = _compare(answered, live, folder.original)
     verdict, rule = judge(comparison, precision.limit)
@@ -209,11 +211,16 @@ def check_server(
 
 @dataclass(frozen=True)
 class _Rule:
-    """A method to put into the live model; to the folder's target, if no factor is given."""
+    """A method to put into the live model; to the folder's target, if no factor is given.
+
+    Attributes:
+        adapter: Whether the model's adapter, if it has one, is on it.
+    """
 
     method: str
     options: Mapping[str, Any]
     factor: float | None = None
+    adapter: bool = True
 
 
 def _parts_of_rule(folder: ExportFolder) -> dict[str, _Rule]:
@@ -225,6 +232,10 @@ def _parts_of_rule(folder: ExportFolder) -> dict[str, _Rule]:
     if folder.attention_factor != 1 and "attention_factor" in takes.option_fields():
         options = {**manifest["options"], "attention_factor": 1.0}
         rules[f"{manifest['method']} without its attention factor"] = _Rule(manifest["method"], options)
+    if folder.adapter is not None:
+        rules[f"{manifest['method']} without the adapter"] = _Rule(
+            manifest["method"], manifest["options"], adapter=False
+        )
     return rules
 
 
@@ -286,25 +297,29 @@ def _precision(server: ModelServer, given: str | None) -> Precision:
     return PRECISIONS["float16" if bits >= 16 else "quantised"]
 
 
+def _inner(model: Any, folder: ExportFolder) -> Any:
+    return model if folder.adapter is None else model.get_base_model()
+
+
 @contextmanager
-def _with_rule(model: PreTrainedModel, folder: ExportFolder, rule: _Rule | None) -> Iterator[None]:
+def _with_rule(model: Any, folder: ExportFolder, rule: _Rule | None) -> Iterator[None]:
     if rule is None:
         yield
         return
+    changed = nullcontext() if rule.adapter or folder.adapter is None else model.disable_adapter()
     length = {"context_length": folder.context_length} if rule.factor is None else {"factor": rule.factor}
     known: dict[str, Any] = {"original_max_position_embeddings": folder.original, "on_scaled": "replace"}
     with warnings.catch_warnings(), quiet("hf_posenc.patching.api"):
         warnings.simplefilter("ignore")  # of a method that is applied for one pass
-        with patched(model, rule.method, **length, **known, **rule.options):
+        with changed, patched(model, rule.method, **length, **known, **rule.options):
             yield
 
 
 @torch.no_grad()
-def _live(
-    model: PreTrainedModel, folder: ExportFolder, ids: list[int], answered: LogProbs, rule: _Rule | None
-) -> torch.Tensor:
+def _live(wrapped: Any, folder: ExportFolder, ids: list[int], answered: LogProbs, rule: _Rule | None) -> torch.Tensor:
     """Return the live model's log-probabilities at the places where a server answered, float64 ``(n,)`` on the CPU."""
-    with _with_rule(model, folder, rule):
+    model = _inner(wrapped, folder)
+    with _with_rule(wrapped, folder, rule):
         hidden = decoder_body(model)(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
         states = hidden.last_hidden_state[0]
         values = torch.empty(len(answered.rows), dtype=torch.float64)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 import subprocess
 import sys
 import urllib.error
@@ -17,10 +19,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from adapted_models import fit_adapted
 from engines import answers, vllm_serving
 from folders import HELPERS, SMOLLM2
 from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import load_novel, tiny_model_path
+from hf_posenc.exports import export_command
 from hf_posenc.serving import check_server
 from tiny_models import STATIC_METHODS, method_options
 from wheels import build_wheel
@@ -206,3 +210,55 @@ def test_smollm2_reads_a_short_and_a_long_request_in_one_batch(tmp_path: Path) -
     assert apart(mixed, alone) < 1e-4  # what else is in a batch changes how a CPU rounds
     assert apart(by_rule, alone) > 1e-2
     assert apart(extended, static) < 1e-5
+
+
+def test_long_requests_get_an_adapter_with_its_rule_and_short_ones_neither(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
+    ids = tokenizer(load_novel("persuasion")[:6000], verbose=False)["input_ids"]
+    result, wrapped = fit_adapted(tokenizer, TARGET)
+    adapter = save_extended(wrapped, tmp_path / "adapter", tokenizer, fitted_on=result.facts)
+    merged = save_extended(wrapped.merge_and_unload(), tmp_path / "merged", tokenizer, fitted_on=result.facts)
+    whole, with_adapter = words_for_vllm(merged)[0], words_for_vllm(adapter)[-1]
+    requests = [request(ids[:200]), request(ids[:500]), request(ids[600:700]), request(ids[300:1000])]
+
+    def ask(words: list[str], requests: list[dict[str, Any]], **variables: str) -> Any:
+        jobs = {"all": {"engine": engine_of(words), "batches": [requests]}}
+        program = HELPERS / "vllm_requests_program.py"
+        return answers("vllm", program, tmp_path, jobs, **variables)["all"]["batches"][0]
+
+    site = str(plugin_site(tmp_path))
+    found = ask(with_adapter, requests, PYTHONPATH=site)
+    by_merged = ask(whole, requests, VLLM_PLUGINS="")
+    base = ask([str(tiny_model_path()), "--max-model-len", str(ORIGINAL)], [requests[0], requests[2]])
+    assert max(apart(found[0], base[0]), apart(found[2], base[1])) < 1e-5
+    assert max(apart(found[1], by_merged[1]), apart(found[3], by_merged[3])) < 1e-4
+    assert apart(found[0], by_merged[0]) > 1e-2
+
+    with vllm_serving(Path(with_adapter[0]), tmp_path / "log", *with_adapter[1:], PYTHONPATH=site) as address:
+        check = check_server(adapter, address, server_dtype="float32", dtype="float32")
+        assert (check.verdict, check.short_rule) == ("agrees", "unscaled"), str(check)
+    named = words_for_vllm(adapter)[0]
+    with vllm_serving(Path(named[0]), tmp_path / "log", *named[1:], VLLM_PLUGINS="") as address:
+        settings = {"server_dtype": "float32", "dtype": "float32"}
+        assert check_server(adapter, address, server_model="extended", **settings).agrees
+        of_base = check_server(adapter, address, server_model=named[0], **settings)
+        assert (of_base.verdict, of_base.rule) == ("another", "fitted without the adapter")
+
+
+def words_for_vllm(folder: Path) -> list[list[str]]:
+    """Return the words after ``vllm serve`` of each printed command."""
+    lines = export_command(folder, "vllm").splitlines()
+    return [shlex.split(line)[2:] for line in lines if line.startswith("vllm serve")]
+
+
+def engine_of(words: list[str]) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` that words of a command line mean."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--lora-target-modules", nargs="+")
+    for name in ("--max-model-len", "--max-loras", "--max-lora-rank"):
+        parser.add_argument(name, type=int)
+    for name in ("--hf-overrides", "--additional-config"):
+        parser.add_argument(name, type=json.loads)
+    return {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}

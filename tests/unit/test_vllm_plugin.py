@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_posenc import load_extended, patch_model, save_extended
@@ -38,7 +39,11 @@ def save(folder: Path, model: Any = None, **facts: Any) -> str:
 def asked(num_prompt: int, max_tokens: int | None, extra: dict[str, Any] | None = None, salt: str | None = None) -> Any:
     params = None if max_tokens is None else SimpleNamespace(max_tokens=max_tokens, extra_args=extra)
     return SimpleNamespace(
-        prompt_token_ids=[1] * num_prompt, prompt_embeds=None, sampling_params=params, cache_salt=salt
+        prompt_token_ids=[1] * num_prompt,
+        prompt_embeds=None,
+        sampling_params=params,
+        cache_salt=salt,
+        lora_request=None,
     )
 
 
@@ -117,3 +122,23 @@ def test_a_base_model_with_a_rule_of_its_own_is_served_by_that(
     assert json.loads((again / "context_extension.json").read_text())["scaled_base"] is None
     assert modes_of(str(again)) is None
     assert "does not say how the unextended model reads" in caplog.text
+
+
+def test_an_adapter_is_for_long_requests_to_a_base_model_that_is_not_extended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_path())
+    base.save_pretrained(tmp_path / "base")
+
+    def adapter(name: str, of: str) -> str:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / of)
+        patch_model(model, "yarn", 4, on_scaled="replace")
+        wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        return str(save_extended(wrapped, tmp_path / name, tokens_trained=300))
+
+    folder = adapter("adapter", "base")
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    assert modes_of(folder) == Modes(256, rope, folder)
+    save(tmp_path / "extended", base)
+    assert modes_of(adapter("again", "extended")) is None
+    assert "weights that were trained with the rule" in caplog.messages[-1]

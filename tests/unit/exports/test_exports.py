@@ -26,6 +26,7 @@ from hf_posenc.cli.export import STACKS as KNOWN_TO_THE_PARSER
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation import perplexity
 from hf_posenc.exports import STACKS, export_command, gguf_metadata, gguf_tensors
+from hf_posenc.serving import check_server
 from served_frequencies import (
     Frequencies,
     by_transformers,
@@ -450,16 +451,61 @@ def test_an_edited_config_is_refused(tmp_path: Path) -> None:
                 read()
 
 
-def test_an_adapter_is_to_be_merged_first(tmp_path: Path) -> None:
-    make_model("Llama").save_pretrained(tmp_path / "base")
-    base = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "yarn", 4)
-    adapter = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
-    save_extended(adapter, tmp_path / "adapter", tokens_trained=300)
+def an_adapter(folder: Path, **settings: Any) -> Path:
+    make_model("Llama").save_pretrained(folder / "base")
+    base = patch_model(AutoModelForCausalLM.from_pretrained(folder / "base"), "yarn", 4)
+    adapter = get_peft_model(base, LoraConfig(target_modules=["q_proj", "k_proj"], **settings))
+    return save_extended(adapter, folder / "adapter", tokens_trained=300)
+
+
+def test_other_servers_than_vllm_want_an_adapter_merged_first(tmp_path: Path) -> None:
+    path = an_adapter(tmp_path)
     merging = r"is an adapter.*save_extended\(load_extended\(path\)\.merge_and_unload\(\), .*, tokens_trained=300\)"
-    with pytest.raises(ValueError, match=merging):
-        export_command(tmp_path / "adapter", "vllm")
-    save_extended(load_extended(tmp_path / "adapter").merge_and_unload(), tmp_path / "merged")
+    for refused in (
+        lambda: export_command(path, "sglang"),
+        lambda: export_command(path, "llama.cpp"),
+        lambda: gguf_metadata(path),
+        lambda: export_command(path, "vllm", as_method="linear"),
+        lambda: check_server(path, "http://localhost:1", as_method="linear"),
+    ):
+        with pytest.raises(ValueError, match=merging):
+            refused()
+    save_extended(load_extended(path).merge_and_unload(), tmp_path / "merged")
     assert commands(tmp_path / "merged", "vllm")[0][2] == str(tmp_path / "merged")
+
+
+def test_vllm_puts_an_adapter_on_its_base_model_with_the_rule(tmp_path: Path) -> None:
+    path = an_adapter(tmp_path, r=12, rank_pattern={"q_proj": 20})
+    named, with_plugin = (
+        command for command in commands(path, "vllm") if command[:3] == ["vllm", "serve", str(tmp_path / "base")]
+    )
+    own, rest = named[: named.index("--lora-modules")], named[named.index("--lora-modules") :]
+    assert own == with_plugin[: with_plugin.index("--additional-config")]
+    manifest = json.loads((path / "context_extension.json").read_text())
+    overrides = json.loads(own[own.index("--hf-overrides") + 1])
+    assert overrides["rope_parameters"] == manifest["rope_parameters"]
+    assert overrides["max_position_embeddings"] == manifest["context_length"]
+    assert own[own.index("--max-model-len") + 1] == str(manifest["context_length"])
+    assert own[own.index("--max-lora-rank") + 1] == "32"  # the next that vLLM takes
+    assert own[own.index("--lora-target-modules") + 1 :] == ["k_proj", "q_proj"]
+    assert rest == ["--lora-modules", f"extended={path}"]
+    assert json.loads(with_plugin[-1]) == {"hf_posenc": str(path)}
+
+
+def test_an_adapter_that_vllm_cannot_run_or_whose_base_model_is_gone_is_refused(tmp_path: Path) -> None:
+    path = an_adapter(tmp_path)
+    settings = json.loads((path / "adapter_config.json").read_text())
+    for key, value, reason in (
+        ("r", 513, "the rank 513"),
+        ("modules_to_save", ["embed_tokens"], "trained as a whole"),
+        ("use_dora", True, "DoRA"),
+    ):
+        (path / "adapter_config.json").write_text(json.dumps({**settings, key: value}))
+        with pytest.raises(ValueError, match=reason):
+            export_command(path, "vllm")
+    (tmp_path / "base" / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="base_model_name_or_path"):
+        export_command(path, "vllm")
 
 
 def test_the_command_line_prints_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
