@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from hf_posenc.attention.installation import attention_layers, layer_kind
-from hf_posenc.attention.interface import CROSS, attending_by, attention_of
+from hf_posenc.attention.installation import layer_kind, text_layers
+from hf_posenc.attention.interface import attending_by, attention_of
 from hf_posenc.checkpoint.extended import peft_renamed_attribute
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.lm_head import decoder_body
@@ -147,7 +147,7 @@ class LayerMatching:
         self.num_texts, self.piece, self.seed = num_texts, max(2, original // 4), seed
         self.positions: torch.Tensor | None = None
         self.errors: dict[int, tuple[float, float]] = {}
-        self._teachers = {layer: attention_of(layer) for layer in attention_layers(rotary.model)}
+        self._teachers = {layer: attention_of(layer) for layer in text_layers(rotary)}
         self._output: torch.Tensor | None = None  # of the teacher's attention, (batch, length, heads, head_dim)
         self._projection: nn.Linear | None = None  # W_o, where it gets that output as it is
         self._rows: torch.Tensor | None = None  # the queries of the present step; None while the teacher reads
@@ -396,13 +396,10 @@ def adapt(
     try:
         with teacher, ExitStack() as hooks:
             matching = LayerMatching(rotary, student, config, len(texts), original, seed, folder)
-            layers = {}
+            layers = {layer: (matching, layer_kind(layer, rotary.text_config)) for layer in text_layers(rotary)}
             ids = torch.stack([*texts, *texts]).to(rotary.device)
             matching.positions = torch.arange(ids.shape[1], device=rotary.device)[None]
             fitted = extended_layers(rotary)
-            for layer in attention_layers(rotary.model):
-                if (kind := layer_kind(layer, rotary.text_config)) != CROSS:
-                    layers[layer] = matching, kind
             bar = Progress("adapt", len(fitted), unit="layers", shown=show_progress)
             for layer in fitted:
                 linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from torch import nn
 
 from hf_posenc.attention.inner import inner_attention, inner_name, piece_mask
-from hf_posenc.attention.installation import attention_layers, layer_kind
-from hf_posenc.attention.interface import CROSS, attending_by, attention_of
+from hf_posenc.attention.installation import layer_kind, text_layers
+from hf_posenc.attention.interface import attending_by, attention_of
 from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.utils.files import write_tensors, write_whole
@@ -175,10 +175,9 @@ def record(
     own = OwnAttention(inner_name(str(rotary.text_config._attn_implementation)))
     positions = torch.arange(len(input_ids), device=rotary.device)[None]
     layers = {}
-    for module in attention_layers(rotary.model):
-        if (kind := layer_kind(module, rotary.text_config)) != CROSS:
-            attention = attention_of(module) or own
-            layers[module] = _Recorded(attention, folder, query_positions, positions), kind
+    for module in text_layers(rotary):
+        recorded = _Recorded(attention_of(module) or own, folder, query_positions, positions)
+        layers[module] = recorded, layer_kind(module, rotary.text_config)
     began = time.perf_counter()
     with attending_by(rotary.text_configs, layers):
         output = decoder_body(rotary.model)(input_ids=input_ids[None].to(rotary.device), use_cache=False)

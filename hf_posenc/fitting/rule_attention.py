@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posenc.attention.inner import inner_attention, inner_name
-from hf_posenc.attention.installation import attention_layers, has_positions, layer_kind
-from hf_posenc.attention.interface import CROSS, FULL, PASS, attending_by
+from hf_posenc.attention.installation import has_positions, layer_kind, text_layers
+from hf_posenc.attention.interface import FULL, PASS, attending_by
 from hf_posenc.attention.rotation import Rotation, Tables, angles_at
 from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.families.rotary_model import RotaryModel
@@ -35,7 +35,7 @@ def rule_kind(module: nn.Module, rotary: RotaryModel) -> str:
 
 def extended_layers(rotary: RotaryModel) -> list[nn.Module]:
     """Return the attention layers whose positions are extended."""
-    return [layer for layer in attention_layers(rotary.model) if rule_kind(layer, rotary) == FULL]
+    return [layer for layer in text_layers(rotary) if rule_kind(layer, rotary) == FULL]
 
 
 class RuleAttention:
@@ -208,8 +208,7 @@ def rule_attention(model: Any, rule: RuleParameters, rotation: Rotation) -> Iter
 
 def _layers(rotary: RotaryModel, attention: Any) -> dict[nn.Module, tuple[Any, str]]:
     """Return every attention layer of an unpatched model that reads text, to attend by ``attention``."""
-    kinds = {module: rule_kind(module, rotary) for module in attention_layers(rotary.model)}
-    return {module: (attention, kind) for module, kind in kinds.items() if kind != CROSS}
+    return {layer: (attention, rule_kind(layer, rotary)) for layer in text_layers(rotary)}
 
 
 class _OwnValues:
