@@ -140,7 +140,7 @@ def register() -> None:
 
     def load_model(call: Callable[..., Any], loader: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         model = call(loader, vllm_config, *args, **kwargs)
-        if (modes := _modes_for(vllm_config)) is not None:
+        if (modes := modes_for(vllm_config)) is not None:
             modes.put_before(model)
             # In the key to compiled code, which knows the size of the tables.
             if isinstance(vllm_config.additional_config, dict):
@@ -200,12 +200,12 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 def _modes(owner: Any) -> Modes | None:
     """Return the modes of what an engine or a worker serves, found once: this is asked in every step."""
     if _MARK not in owner.__dict__:
-        owner.__dict__[_MARK] = _modes_for(owner.vllm_config)
+        owner.__dict__[_MARK] = modes_for(owner.vllm_config)
     modes: Modes | None = owner.__dict__[_MARK]
     return modes
 
 
-def _modes_for(vllm_config: Any) -> Modes | None:
+def modes_for(vllm_config: Any) -> Modes | None:
     """Return the modes of what is served; None for a model that is not extended, or has one mode.
 
     Raises:

@@ -90,6 +90,7 @@ def _with_adapter(folder: ExportFolder, serve: str) -> list[str]:
         f"the rank {rank}, above {_LORA_RANKS[-1]}": allowed is None,
         "weights that were trained as a whole (finetune --no-lora-embeddings trains none)": settings["modules_to_save"],
         "DoRA": settings.get("use_dora"),
+        "a sliding window that was changed": "sliding_window" in folder.manifest,
     }
     if reasons := [reason for reason, holds in refused.items() if holds]:
         raise InvalidRequestError(

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_posenc import load_extended, patch_model, save_extended
 from hf_posenc.assets import tiny_model_path
-from hf_posenc.vllm_plugin import Modes, modes_of
+from hf_posenc.vllm_plugin import Modes, modes_for, modes_of
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -124,6 +124,20 @@ def test_a_base_model_with_a_rule_of_its_own_is_served_by_that(
     assert "does not say how the unextended model reads" in caplog.text
 
 
+def vllm_config(
+    rope: Any, additional_config: dict[str, Any], max_loras: int | None = 2, device: str = "cpu"
+) -> SimpleNamespace:
+    text = SimpleNamespace(rope_parameters=rope)
+    return SimpleNamespace(
+        speculative_config=None,
+        use_v2_model_runner=False,
+        model_config=SimpleNamespace(model="base", use_mla=False, hf_text_config=text),
+        lora_config=None if max_loras is None else SimpleNamespace(max_loras=max_loras),
+        device_config=SimpleNamespace(device_type=device),
+        additional_config=additional_config,
+    )
+
+
 def test_an_adapter_is_for_long_requests_to_a_base_model_that_is_not_extended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,6 +153,19 @@ def test_an_adapter_is_for_long_requests_to_a_base_model_that_is_not_extended(
     folder = adapter("adapter", "base")
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     assert modes_of(folder) == Modes(256, rope, folder)
+
+    rule = json.loads((Path(folder) / "context_extension.json").read_text())["rope_parameters"]
+    served = {"rope": {**rule, "partial_rotary_factor": 1.0}, "additional_config": {"hf_posenc": folder}}
+    assert modes_for(vllm_config(**served)) == Modes(256, rope, folder)
+    assert modes_for(vllm_config(**{**served, "max_loras": 1, "device": "cuda"})) == Modes(256, rope, folder)
+    for other, reason in (
+        ({"rope": rope}, "without the rule of the adapter"),
+        ({"max_loras": None}, "without --enable-lora"),
+        ({"max_loras": 1}, "get the adapter too"),
+    ):
+        with pytest.raises(ValueError, match="cannot be read with it"):
+            modes_for(vllm_config(**{**served, **other}))
+        assert reason in caplog.messages[-1]
     save(tmp_path / "extended", base)
     assert modes_of(adapter("again", "extended")) is None
     assert "weights that were trained with the rule" in caplog.messages[-1]
