@@ -71,7 +71,7 @@ def vllm(folder: ExportFolder) -> list[str]:
         and {"attention_factor", "mscale", "mscale_all_dim", "truncate"} & rope.keys()
     ):
         lines.insert(0, "# earlier versions skip some of attention_factor, mscale and truncate, without a word")
-    elif not folder.overrides and not folder.against_two_modes():
+    if not folder.overrides and not folder.against_two_modes():
         lines.append(f"# {_short_requests(folder)} are read without the rule")
     if str(folder.config.get("dtype", folder.config.get("torch_dtype"))) == "float32":
         lines.append("# the weights are float32, and vLLM computes in bfloat16 unless you add --dtype float32")

@@ -451,6 +451,12 @@ def test_an_edited_config_is_refused(tmp_path: Path) -> None:
                 read()
 
 
+@pytest.mark.parametrize("options", [{}, {"attention_factor": 1.1}])
+def test_the_plugin_of_vllm_is_named_with_every_static_rule(options: dict[str, Any], tmp_path: Path) -> None:
+    save_extended(patch_model(make_model("Llama"), "yarn", 4, **options), tmp_path)
+    assert "are read without the rule" in export_command(tmp_path, "vllm")
+
+
 def an_adapter(folder: Path, **settings: Any) -> Path:
     make_model("Llama").save_pretrained(folder / "base")
     base = patch_model(AutoModelForCausalLM.from_pretrained(folder / "base"), "yarn", 4)
