@@ -31,6 +31,7 @@ from hf_posenc.utils.units import size_name
 
 # The rope_type of rules that are a rope_theta and nothing else.
 PLAIN = "default"
+_WHOLE_MODELS = "this is for whole models (--to vllm takes adapters too, with the rule that they were trained with)"
 
 
 @dataclass(frozen=True)
@@ -186,16 +187,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def refuse_adapter(folder: ExportFolder) -> None:
-    """Raise if it is an adapter's.
+def refuse_adapter(folder: ExportFolder, why: str = _WHOLE_MODELS) -> None:
+    """Raise if it is an adapter's; ``why`` is the reason.
 
     Raises:
         ValueError: With what to do.
     """
     if folder.adapter is not None:
         raise InvalidRequestError(
-            f"{folder.adapter!r} is an adapter, and this is for whole models (--to vllm takes adapters too, with the "
-            "rule that they were trained with). Merge it first: "
+            f"{folder.adapter!r} is an adapter, and {why}. Merge it first: "
             "save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer, "
             f"tokens_trained={folder.manifest['tokens_trained']})."
         )

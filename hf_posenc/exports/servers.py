@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.exports.folder import ExportFolder, check_one_list, command
+from hf_posenc.exports.folder import ExportFolder, check_one_list, command, refuse_adapter
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.utils.files import read_json
 from hf_posenc.version import VLLM_KEY, VLLM_TESTED
@@ -93,11 +93,7 @@ def _with_adapter(folder: ExportFolder, serve: str) -> list[str]:
         "a sliding window that was changed": "sliding_window" in folder.manifest,
     }
     if reasons := [reason for reason, holds in refused.items() if holds]:
-        raise InvalidRequestError(
-            f"vLLM does not run the adapter {folder.adapter!r}, because of {' and '.join(reasons)}. Merge it first: "
-            "save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer, "
-            f"tokens_trained={folder.manifest['tokens_trained']})."
-        )
+        refuse_adapter(folder, f"vLLM does not run it, because of {' and '.join(reasons)}")
     # On CPUs, vLLM 0.32 reads requests without an adapter with what is in the last of its places (lora/ops/torch_ops).
     serve += " " + command("--enable-lora", "--max-loras", 2, "--max-lora-rank", str(allowed))
     if isinstance(modules := settings["target_modules"], list):
