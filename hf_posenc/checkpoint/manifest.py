@@ -178,6 +178,16 @@ def tokens_trained(source: str | Path) -> int | None:
     return 0 if manifest_in_folder is None else manifest_in_folder[0]["tokens_trained"]
 
 
+def has_base_weights(source: str | Path) -> bool:
+    """Return whether the weights of a model are those of its base model, but for an adapter that belongs to a rule."""
+    manifest_in_folder = find_manifest(source)
+    if manifest_in_folder is None:
+        return True
+    manifest, folder = manifest_in_folder
+    adapted = (manifest.get("fitted_on") or {}).get("adapted")
+    return manifest["tokens_trained"] == 0 and (adapted is None or (folder / ADAPTER_CONFIG).is_file())
+
+
 def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:
     """Return method, factor, options, original and target length; method ``"none"`` for what is not extended.
 

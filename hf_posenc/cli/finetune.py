@@ -117,7 +117,7 @@ def run_finetune(
         ValueError, TypeError: Settings, model and texts do not go together.
     """
     from hf_posenc.checkpoint.loading import check_path, load_model
-    from hf_posenc.checkpoint.manifest import tokens_trained
+    from hf_posenc.checkpoint.manifest import has_base_weights, tokens_trained
     from hf_posenc.checkpoint.quantised import check_4bit
     from hf_posenc.families.rotary_model import RotaryModel
     from hf_posenc.publishing.provenance import source_settings
@@ -159,7 +159,8 @@ def run_finetune(
     if trained is None:
         logger.warning("%s does not say how many tokens it was trained on. Counting begins with this run.", name)
     plan = plan_run(config, ModelFacts.of(RotaryModel(model)), launch, {**source_settings(documents), **as_given})
-    result = Run(plan, model, tokenizer, trained or 0, repository=repository).do(documents)
+    run = Run(plan, model, tokenizer, trained or 0, is_base=has_base_weights(name), repository=repository)
+    result = run.do(documents)
     if not is_first:
         return
     print(text_table(result.records))

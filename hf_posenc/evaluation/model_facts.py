@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,17 +61,31 @@ def make_run_key(identity: dict[str, Any], settings: Any) -> str:
 def hash_weights(model: PreTrainedModel) -> str:
     """Return a hash of all parameters and buffers: training, patching or editing in place changes it.
 
+    An adapter of PEFT that is disabled does not count: the hash is that of the model without it.
+
     Every bit counts, by exact sums that are the same on every device and take 0.2 s for 540 MB on two CPU cores. Of
     a tensor on the meta device (offloaded) only name, shape and dtype count; of a quantised model what its library
     keeps as parameters and buffers, so not scales that are plain attributes.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0]):
+    named = [*model.named_parameters(), *model.named_buffers()]
+    off = [f"{path}." for path, module in model.named_modules() if getattr(module, "disable_adapters", None) is True]
+    for name, tensor in sorted(_counted(named, off), key=lambda pair: pair[0]):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         if not tensor.is_meta and tensor.numel():
             for part in _checksums(tensor.detach()):
                 digest.update(part.cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _counted(named: Iterable[tuple[str, torch.Tensor]], disabled: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Leave out what is of a disabled adapter, and give what it was put around the name that it had before."""
+    for name, tensor in named:
+        path = next((path for path in disabled if name.startswith(path)), None)
+        if path is None:
+            yield name, tensor
+        elif (own := name.removeprefix(path).partition("."))[0] in ("base_layer", "original_module"):
+            yield path + own[2], tensor
 
 
 def _checksums(tensor: torch.Tensor) -> list[torch.Tensor]:

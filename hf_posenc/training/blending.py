@@ -100,18 +100,17 @@ class RetentionLimit:
         self.texts = {kind: list(of_kind) for kind, of_kind in texts.items() if len(of_kind)}
         self.limit = limit
 
-    def begin(self, model: Any, kept: AbstractContextManager[Any] | None, **facts: Any) -> None:
+    def begin(self, model: Any, kept: AbstractContextManager[Any], **facts: Any) -> None:
         """Measure the model that is to be kept, and the extended one before its training.
 
         Args:
             model: Extended, not trained.
-            kept: While it is open, the model is the one that is to be kept; None if it is that already.
+            kept: While it is open, the model is the one that is to be kept.
             **facts: For the records, and where they go, as ``perplexity`` takes them.
         """
-        found = self._kept = self._measure(model, **facts)
-        if kept is not None:
-            with kept:
-                self._kept = self._measure(model, **facts)
+        found = self._measure(model, **facts)
+        with kept:
+            self._kept = self._measure(model, **facts)
         self._before = self._differences(found)
         if (cost := _worst(self._before)) > self.limit:
             logger.warning(

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.extended import peft_renamed_attribute
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.training.step_plan import LoraSettings
+
+_TRAINED_WHOLE = ".modules_to_save."  # in the name of a weight that PEFT trains beside the adapters
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> Any:
@@ -48,38 +51,123 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> Any:
         return get_peft_model(model, config)
 
 
-def check_trainable(model: Any, lora: bool) -> None:
-    """Refuse a model that nothing can be trained of, or that has adapters where new ones are to be added.
+def check_trainable(model: Any, lora: LoraSettings | None) -> bool:
+    """Refuse a model of which nothing can be trained, or not what is to be.
 
     Args:
         model: What is to be trained, PEFT-wrapped or not.
-        lora: Adapters are to be added.
+        lora: Of a new adapter; None trains the model's weights, or those of adapters that it has.
+
+    Returns:
+        Whether the model has an adapter that was loaded for inference, and the training is to begin as that.
 
     Raises:
-        ValueError: No parameter asks for a gradient, ``lora`` and the model is PEFT-wrapped, or no adapters and its
-            weights are quantised.
+        ValueError: No parameter asks for a gradient, and there is no adapter; the weights are to be trained, and are
+            quantised; there are adapters that are trained, and a new one is to be added; or one that the new one cannot
+            begin as.
     """
-    if is_adapted(model) and lora:
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    begins = is_adapted(model) and frozen
+    if is_adapted(model) and lora is not None and not frozen:
         raise InvalidRequestError(
-            "the model has adapters already. Merge them first, model = model.merge_and_unload(), or go on training "
-            "them: load them by PeftModel.from_pretrained(base, folder, is_trainable=True) and leave lora out."
+            "the model has adapters that are trained already. Leave lora out to go on with them, or load them by "
+            "PeftModel.from_pretrained(base, folder) for a new one to begin as they are."
         )
     trains_quantised = getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
-    if getattr(model, "is_quantized", False) and not (lora or is_adapted(model) or trains_quantised):
+    trains_weights = lora is None and (begins or not is_adapted(model))
+    if getattr(model, "is_quantized", False) and trains_weights and not trains_quantised:
         raise InvalidRequestError(
             "the model's weights are quantised, so they cannot be trained. Train adapters on them: lora=True (--lora)."
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InvalidRequestError(
-            "the model has no trainable parameters: all are frozen, as those of an adapter loaded for inference are. "
-            "Merge an adapter first, model = model.merge_and_unload(), or load it by "
-            "PeftModel.from_pretrained(base, folder, is_trainable=True)."
-        )
+    if frozen and not begins:
+        raise InvalidRequestError("the model has no trainable parameters: all are frozen.")
+    if begins and lora is not None:
+        _refuse_to_begin(model, lora)
+    return begins
 
 
 def is_adapted(model: Any) -> bool:
     """Return whether a model is wrapped by PEFT."""
     return not isinstance(model, PreTrainedModel) and hasattr(model, "peft_config")
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """While open, a PEFT-wrapped model computes without its adapters; what is trained of it stays as it is."""
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained[name])
+
+
+@torch.no_grad()
+def begin_from_adapter(model: Any, settings: LoraSettings | None) -> Any:
+    """Return a model to train that computes what one with an adapter does, which ``check_trainable`` has seen.
+
+    Args:
+        model: PEFT-wrapped, with an adapter that was loaded for inference; in place.
+        settings: A new adapter begins as the old one; what its rank or its layers have more begins as LoRA does, with
+            noise in the first factor and zeros in the second. None merges the old one, to train all weights.
+    """
+    if settings is None:
+        return model.merge_and_unload().requires_grad_(True)
+    old = {path: [part.clone() for part in factors] for path, factors in _factors(model).items()}
+    whole = {name: weight.clone() for name, weight in model.named_parameters() if _TRAINED_WHOLE in name}
+    grown = add_lora(model.unload(), settings)
+    new, parameters = _factors(grown), dict(grown.named_parameters())
+    for path, (first, second, scale) in old.items():
+        new[path][0][: len(first)] = first
+        new[path][1][:, : len(first)] = second * scale / new[path][2]
+    for name, weight in whole.items():
+        parameters[name].copy_(weight)
+    return grown
+
+
+def _refuse_to_begin(model: Any, settings: LoraSettings) -> None:
+    """Refuse an adapter that is more than a new one with these settings can be.
+
+    Raises:
+        ValueError: It is.
+    """
+    config, factors = model.peft_config[model.active_adapter], _factors(model)
+    if config.peft_type != "LORA" or config.use_dora or not factors:
+        raise InvalidRequestError(
+            f"{argument('lora')}: a new adapter can begin as one of LoRA only, and this one is of another kind. Leave "
+            "lora out: then it is merged, and all weights are trained."
+        )
+    rank = max(len(first) for first, _, _ in factors.values())
+    if rank > settings.rank:
+        raise InvalidRequestError(
+            f"the adapter has rank {rank}, so a new one that begins as it is needs {argument('lora_rank', rank)} or "
+            f"more, got {settings.rank}."
+        )
+    inside = tuple(f"{path}." for path, module in model.named_modules() if "Attention" in type(module).__name__)
+    outside = [path for path in factors if not path.startswith(inside)]
+    if outside and settings.targets == "attention":
+        raise InvalidRequestError(
+            f"the adapter changes {outside[0]}, which a new one for the attention does not. Give "
+            f"{argument('lora_targets', 'all-linear')}."
+        )
+    whole = [name for name, _ in model.named_parameters() if _TRAINED_WHOLE in name]
+    if whole and not settings.embeddings:
+        raise InvalidRequestError(
+            f"the adapter trained {whole[0].partition(_TRAINED_WHOLE)[0]} too: {argument('lora_embeddings', True)}."
+        )
+
+
+def _factors(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return both factors of each low-rank change, and by what their product is scaled, by the name of the layer."""
+    from peft.tuners.lora import LoraLayer
+
+    name, found = model.active_adapter, {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, LoraLayer) and name in layer.lora_A:
+            first, second = (factors[name].get_parameter("weight").data for factors in (layer.lora_A, layer.lora_B))
+            found[path] = first, second, torch.tensor(layer.scaling[name])
+    return found
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,14 @@ from hf_posenc.training.config import FinetuneConfig, HubTarget
 from hf_posenc.training.data import Documents, Texts, make_blocks, read_texts
 from hf_posenc.training.extending import check_extended, extend
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
+from hf_posenc.training.lora import (
+    add_lora,
+    base_not_looked_up,
+    begin_from_adapter,
+    check_trainable,
+    is_adapted,
+    without_adapters,
+)
 from hf_posenc.training.run_file import RUN_FILE, write_run
 from hf_posenc.training.run_folder import LOSS_LOG, open_run, read_log, resumable
 from hf_posenc.training.run_plan import RunPlan, StagePlan, naming_stage, plan_run
@@ -139,6 +146,7 @@ class Run:
         model: What is trained, in place.
         tokenizer: The model's.
         tokens_trained: Tokens the model was fine-tuned on before.
+        is_base: Its weights are those of the base model, but for an adapter; None if it was not fine-tuned.
         repository: What the trained model is pushed to; None for nothing. Only that of the first process is used.
 
     Attributes:
@@ -152,11 +160,13 @@ class Run:
         tokenizer: PreTrainedTokenizerBase,
         tokens_trained: int = 0,
         *,
+        is_base: bool | None = None,
         repository: Repository | None = None,
     ) -> None:
         if isinstance(tokens_trained, bool) or not isinstance(tokens_trained, int) or tokens_trained < 0:
             raise InvalidRequestError(f"tokens_trained must be a whole number >= 0, got {tokens_trained!r}.")
         self.plan, self.model, self.tokenizer, self.tokens_trained = plan, model, tokenizer, tokens_trained
+        self._is_base = not tokens_trained if is_base is None else is_base
         self._repository = repository
         self._stages: list[TrainedStage] = []
         self._unextended: list[Record] = []
@@ -185,11 +195,12 @@ class Run:
         """
         plan, rotary = self.plan, RotaryModel(self.model)
         _refuse_other_kind_of_run(plan)
-        check_trainable(self.model, plan.step.lora is not None)
+        self._begins_from_adapter = check_trainable(self.model, plan.step.lora)
         refuse_laid_out(self.model, "the model cannot be fine-tuned")
         keep_layout(self.model)  # checkpoints are written between forwards
         self._held_out = eval_documents is None
         was_patched = is_patched(rotary)
+        self._adapter_is_extension = was_patched and is_adapted(self.model)
         try:
             self._prepare_stages(rotary, documents, eval_documents)
         except HfPosencError:
@@ -212,7 +223,7 @@ class Run:
                 self._texts, own = texts.held_out, self._own_texts(rotary)
                 if plan.keep is not None:
                     given = self._texts, plan.data.original_length, plan.stages[0].seed
-                    with self._before_extension() or nullcontext():
+                    with self._before_extension():
                         kinds = short_texts(rotary.model, self.tokenizer, *given)
                     self._short_texts = RetentionLimit(kinds, plan.keep)
             with naming_stage(stage.positions.target_length if len(plan.stages) > 1 else None):
@@ -227,16 +238,25 @@ class Run:
             return None
         num_tokens = math.ceil(max(shares) * sum(stage.num_tokens for stage in plan.stages))
         length = min(plan.data.original_length, *(stage.seq_len for stage in plan.stages))
-        with self._before_extension() or nullcontext():
+        with self._before_extension():
             return own_texts(rotary.model, self.tokenizer, num_tokens, length, plan.stages[0].seed)
 
-    def _before_extension(self) -> AbstractContextManager[Any] | None:
-        """Return a context manager, while which the base model is unextended; None where that is not to be retained."""
-        return unpatched(self.model) if self._is_extended_base() else None
+    @contextmanager
+    def _before_extension(self) -> Iterator[None]:
+        """While open, the model is what is to be retained: the base model, where it is that but for its extension."""
+        with ExitStack() as stack:
+            if self._is_extended_base():
+                stack.enter_context(unpatched(self.model))
+                if self._adapter_is_extension:
+                    stack.enter_context(without_adapters(self.model))
+            yield
 
     def _is_extended_base(self) -> bool:
-        """Return whether the model is the base model but for its extension, which can be taken out."""
-        return not self.tokens_trained and is_patched(self.model)
+        """Return whether the model is the base model but for its extension, which can be taken out.
+
+        An adapter that a model came with, and with an extension, is part of that: it is used with it alone.
+        """
+        return self._is_base and is_patched(self.model)
 
     def train(self, stage: StagePlan) -> bool:
         """Train the model to the length of a stage.
@@ -276,6 +296,8 @@ class Run:
                 with self._same_random_numbers(args):
                     facts = {"tokens_trained": self.tokens_trained, **self._to(SHORT_TEXTS)}
                     self._short_texts.begin(self.model, self._before_extension(), **facts)
+            if self._begins_from_adapter:
+                self.model = begin_from_adapter(self.model, plan.step.lora)
         if plan.step.lora is not None and not is_adapted(self.model):
             self.model = add_lora(self.model, plan.step.lora)
         if self._short_texts is not None and not self._stages:
@@ -379,7 +401,7 @@ class Run:
         """Measure the model as it is without its extension; nothing where that is not the base model any more."""
         if self.plan.data.eval_documents == 0 or not self._is_extended_base():
             return []
-        with self._same_random_numbers(args), unpatched(self.model):
+        with self._same_random_numbers(args), self._before_extension():
             return self._measure()
 
     def _same_random_numbers(self, args: TrainingArguments) -> AbstractContextManager[Any]:
