@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 LENGTH = 512  # tokens of a short text, where the original length is no shorter
 PIECES = 32  # of each kind, at most
 SHORT_TEXTS = "short-texts.jsonl"  # the records, in the folder of a run
-_STEPS, _COARSE = 20, 4  # shares are twentieths; fifths are tried first
+_STEPS = 20  # shares are twentieths
+_UNKNOWN = 9  # of them at most stay untried between one within the limit and one that is not
 
 
 def short_texts(
@@ -127,22 +129,18 @@ class RetentionLimit:
     def blend(self, model: Any, **facts: Any) -> Blend:
         """Give a trained model the largest share of its changes, in twentieths, within the limit on short texts.
 
-        All fifths are tried, from the whole on, until one is within it, and then the twentieths above that: a training
-        can also lower what the extension costs. Where none is within it, the best of those that were tried is taken.
+        The whole is tried first, then the half; then a parabola through the differences of each kind says which share
+        to try next, until it names none that is larger than one within the limit: the cost grows about as the square of
+        a share, and a training can also lower what the extension costs. Where none is within it, the best is taken.
         """
         trained, found = _copies(model, self._start.keys()), {0: self._before}
-
-        def is_within(steps: int) -> bool:
-            if steps not in found:
-                set_share(model, self._start, trained, steps / _STEPS)
-                found[steps] = self._differences(self._measure(model, **facts))
-            return _worst(found[steps]) <= self.limit
-
-        kept = next((steps for steps in range(_STEPS, -1, -_COARSE) if is_within(steps)), None)
-        if kept is None:
-            kept = min(found, key=lambda steps: _worst(found[steps]))
-        elif kept < _STEPS:
-            kept = next((steps for steps in range(kept + _COARSE - 1, kept, -1) if is_within(steps)), kept)
+        following: int | None = _STEPS
+        while following is not None:
+            set_share(model, self._start, trained, following / _STEPS)
+            found[following] = self._differences(self._measure(model, **facts))
+            following = next_share({steps: _values(found[steps]) for steps in found}, self.limit)
+        worst = {steps: _worst(of_kinds) for steps, of_kinds in found.items()}
+        kept = max((steps for steps in found if worst[steps] <= self.limit), default=min(worst, key=worst.__getitem__))
         set_share(model, self._start, trained, kept / _STEPS)
         blend = Blend(kept / _STEPS, self.limit, {steps / _STEPS: found[steps] for steps in found})
         logger.log(logging.INFO if blend.is_within else logging.WARNING, "%s", blend)
@@ -172,9 +170,40 @@ def set_share(model: Any, start: Mapping[str, torch.Tensor], trained: Mapping[st
         parameters[name].copy_(weight)
 
 
+def next_share(found: Mapping[int, Sequence[float]], limit: float) -> int | None:
+    """Return which share of a training to try next, in twentieths; None where no other one can be expected to be kept.
+
+    Args:
+        found: By share, 0 and 20 among them, by how much perplexity rose on each kind of text.
+        limit: By how much it may.
+    """
+    kept = max((steps for steps, values in found.items() if max(values) <= limit), default=None)
+    if kept == _STEPS:
+        return None
+    if len(found) == 2:
+        return _STEPS // 2
+    nearest = sorted(found, key=lambda steps: abs(max(found[steps]) - limit))[:3]
+    curves = np.polyfit(nearest, np.array([found[steps] for steps in nearest]), 2)
+    expected = np.max([np.polyval(curve, np.arange(_STEPS + 1)) for curve in curves.T], axis=0)
+    lowest = int(expected.argmin())
+    least = lowest if kept is None else kept + 1
+    too_much = min((steps for steps in found if steps >= least), default=_STEPS)
+    larger = range(least, too_much)
+    wanted = [steps for steps in larger if expected[steps] <= limit and steps not in found]
+    if wanted:
+        return wanted[-1]
+    if kept is None:
+        return None if lowest in found else lowest
+    return (kept + too_much) // 2 if too_much - kept > _UNKNOWN else None  # where it is no parabola
+
+
+def _values(differences: Mapping[str, Ratio]) -> list[float]:
+    return [ratio.value - 1 for ratio in differences.values()]
+
+
 def _copies(model: Any, names: Set[str]) -> dict[str, torch.Tensor]:
     return {name: one.detach().to("cpu", copy=True) for name, one in model.named_parameters() if name in names}
 
 
 def _worst(differences: Mapping[str, Ratio]) -> float:
-    return max(ratio.value for ratio in differences.values()) - 1
+    return max(_values(differences))

@@ -16,7 +16,7 @@ from hf_posenc.data.installed_texts import INSTALLED, pieces
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import read_records
 from hf_posenc.training import FinetuneConfig, blending, finetune
-from hf_posenc.training.blending import SHORT_TEXTS, set_share
+from hf_posenc.training.blending import SHORT_TEXTS, next_share, set_share
 from hf_posenc.training.run_file import read_run
 from hf_posenc.training.writing_own_texts import own_texts
 from tiny_runs import assert_same_run
@@ -62,6 +62,34 @@ def test_weights_lie_on_the_line_between_both_models() -> None:
     assert all(torch.equal(weight, after[name]) for name, weight in model.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("of_kinds", "limit", "kept", "at_most"),
+    [
+        # By how much perplexity rises, in percent: without a training, by the share, and by its square.
+        ([(0, 0, 10), (0, 2, 1)], 2.5, 10, 3),
+        ([(0, 0, 10), (0, 2, 1)], 0.5, 4, 4),
+        ([(3, -9, 10), (1, 0, 3)], 1.5, 8, 5),  # a training that lowers what its rule costs
+        ([(3, -9, 10), (1, 0, 3)], 0.5, 6, 5),  # no share is within, and 6 costs least
+        ([(0, 0, 10)], 12.0, 20, 1),
+        ([(5, -3, 0)], 1.0, 20, 2),  # the whole costs least
+    ],
+)
+def test_few_shares_are_tried(of_kinds: list[tuple[float, ...]], limit: float, kept: int, at_most: int) -> None:
+    def cost(steps: int) -> list[float]:
+        share = steps / 20
+        return [none + linear * share + square * share**2 for none, linear, square in of_kinds]
+
+    found, following = {0: cost(0)}, 20
+    while following is not None:
+        found[following] = cost(following)
+        following = next_share(found, limit)
+    within = [steps for steps in found if max(found[steps]) <= limit]
+    assert (max(within) if within else min(found, key=lambda steps: max(found[steps]))) == kept
+    by_trying_all = [steps for steps in range(21) if max(cost(steps)) <= limit]
+    assert (max(by_trying_all) if by_trying_all else min(range(21), key=lambda steps: max(cost(steps)))) == kept
+    assert len(found) - 1 <= at_most
+
+
 def test_of_an_adapter_the_product_is_scaled() -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -104,8 +132,8 @@ def test_so_much_of_a_training_is_kept_as_short_texts_allow(tmp_path: Path) -> N
     assert blend.differences[blend.share]["the model's own texts"].value == pytest.approx(blended / before, abs=2e-3)
     assert set(blend.differences[blend.share]) == {"held-out documents", "the model's own texts", *INSTALLED}
     larger = min(share for share in blend.differences if share > blend.share)
-    assert larger == pytest.approx(blend.share + 0.05)
     assert max(ratio.value for ratio in blend.differences[larger].values()) > 1.01
+    assert len(blend.differences) <= 6
     parts = {"method": "ntk", "factor": 1.001}
     start, end = dict(tiny()[0].named_parameters()), dict(whole.model.named_parameters())
     for name, weight in kept.model.named_parameters():
@@ -139,7 +167,7 @@ def test_an_extension_that_costs_more_is_said_before_and_the_best_share_is_saved
     blend = result.blend
     assert not blend.is_within
     worst = {share: max(ratio.value for ratio in of.values()) for share, of in blend.differences.items()}
-    assert set(worst) == {0, 0.2, 0.4, 0.6, 0.8, 1}
+    assert {0, 0.5, 1} < set(worst)
     assert worst[blend.share] == min(worst.values()) < worst[0]
     assert "no share is" in caplog.text
 
