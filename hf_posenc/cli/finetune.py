@@ -163,7 +163,7 @@ def run_finetune(
     result = run.do(documents)
     if not is_first:
         return
-    print(text_table(result.records))
+    print(text_table([*result.records, *result.answers]))
     print(f"\ntrained on {result.tokens_trained:,} tokens in all; saved: {result.output_dir}")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED, kind_of
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.effective_length import LossReach, reach
-from hf_posenc.evaluation.intervals import Ratio, Share, paired_interval, share_interval
+from hf_posenc.evaluation.intervals import Ratio, Share, paired_interval, share_right
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
 from hf_posenc.utils.units import length_name
 
@@ -87,9 +87,7 @@ def _share(records: Sequence[AnyRecord]) -> Share | None:
     retrievals = [record for record in records if isinstance(record, RetrievalRecord)]
     longest = max((one.context_length for one in retrievals), default=0)
     here = [one for one in retrievals if one.context_length == longest]
-    each = [(one.score("forced"), one.score("written")) for one in here]
-    scores = [written or 0.0 if forced is None else forced for forced, written in each]
-    return share_interval(scores, [one.text for one in here]) if here else None
+    return share_right(here) if here else None
 
 
 def _able(shares: Mapping[str, Share | None]) -> list[str]:

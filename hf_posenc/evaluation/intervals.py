@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.records import Record, RetrievalRecord
 
 MIN_DOCUMENTS = 5
 BLOCKS_PER_DOCUMENT = 32
@@ -167,6 +167,17 @@ def share_interval(scores: Sequence[float], texts: Sequence[Hashable]) -> Share:
         effect = max(over_texts / independent, 1.0) if independent else 1.0
         z = student_quantile(m - 1)
     return Share(share, *_wilson(share, n / effect, z), n_questions=n, n_texts=m)
+
+
+def share_right(records: Sequence[RetrievalRecord]) -> Share:
+    """Return the share of right answers: teacher-forced, or as written where their order is free.
+
+    Raises:
+        ValueError: There are no records.
+    """
+    each = [(one.score("forced"), one.score("written")) for one in records]
+    scores = [written or 0.0 if forced is None else forced for forced, written in each]
+    return share_interval(scores, [one.text for one in records])
 
 
 def student_quantile(degrees: int) -> float:

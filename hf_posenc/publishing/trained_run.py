@@ -38,6 +38,7 @@ class TrainedRun:
         lengths: That were to be measured, in tokens.
         unextended: Perplexities of the model without its extension, before training; empty where that is not the base.
         before, after: Perplexities of the extended model before and after training, at the same lengths.
+        answers: Answers on long texts before and after, as rows of a table; empty if there were no questions.
         short_texts: What shares of the training cost on short texts, as rows of a table; empty if it was not measured.
         kept: Which of them the model has, in words.
     """
@@ -50,6 +51,7 @@ class TrainedRun:
     unextended: Sequence[Record]
     before: Sequence[Record]
     after: Sequence[Record]
+    answers: Sequence[Mapping[str, str]] = ()
     short_texts: Sequence[Mapping[str, str]] = ()
     kept: str = ""
 

@@ -19,6 +19,7 @@ from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
 from hf_posenc.mixtures import get_kind, read_shares, words_of
 from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest
+from hf_posenc.retrieving.tasks import expand_groups, get_task
 from hf_posenc.settings import check_settings, flag, number, optional, setting, share, tokens, whole, word
 from hf_posenc.spec import check_number
 from hf_posenc.training.recipes import get_recipe, recipe_values
@@ -27,7 +28,7 @@ from hf_posenc.utils.units import ContextLength, Percent, TokenCount, length_nam
 
 # Options of TrainingArguments that hf_posenc decides: why another value is refused, and what to give in its place.
 _BUDGET = "token_budget says how long a run is"
-_MEASURED = "perplexity is measured before and after the training (eval_lengths, eval_documents), not during it"
+_MEASURED = "the model is measured before and after the training (eval_lengths, eval_tasks), not during it"
 _BLOCKS = "documents are packed into blocks, read in an order that a resumed run repeats (seed)"
 _LOGGED = (
     "every step is logged to train_log.jsonl, and a loss that is not finite stops the run (logging_steps: console)"
@@ -118,7 +119,10 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "logits_chunk",
     ),
     "What short texts may lose": ("keep",),
-    "What is measured and logged": ("eval_lengths", "eval_documents", "logging_steps", "report_to", "run_name"),
+    "What is measured and logged": (
+        *("eval_lengths", "eval_documents", "eval_tasks", "eval_questions"),
+        *("logging_steps", "report_to", "run_name"),
+    ),
     "Publishing": ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_token", "hub_revision"),
 }
 _GROUPS["Other options of Transformers' Trainer (TrainingArguments)"] = tuple(
@@ -138,6 +142,13 @@ def _warmup(name: str, value: Any) -> float:
             f"{name} must be a whole number of steps, or a share of the run below 1, got {steps}."
         )
     return int(steps) if steps.is_integer() else steps
+
+
+def _tasks(name: str, value: Any) -> list[str]:
+    tasks = expand_groups([value] if isinstance(value, str) else value)
+    for task in tasks:
+        get_task(task)
+    return tasks
 
 
 def _lengths(name: str, value: Any) -> list[int]:
@@ -367,6 +378,14 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     eval_documents: int = setting(
         8, whole(0), "number of held-out texts, as long as the longest measured length; 0: measure nothing"
     )
+    eval_tasks: list[str] | None = setting(
+        None,
+        _tasks,
+        "retrieval tasks and groups from `hf-posenc list tasks`, asked before and after the training, at the original "
+        "length and the target",
+        metavar="TASK",
+    )
+    eval_questions: int = setting(20, whole(1), "questions of each task and length, on one text")
     logits_chunk: int = setting(
         DEFAULT_ROWS_PER_CHUNK, whole(1), "positions whose logits are in memory at one time in the loss"
     )

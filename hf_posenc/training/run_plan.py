@@ -62,6 +62,8 @@ class DataPlan:
         token_budget: Tokens to read of a stream.
         eval_documents: Number of held-out texts; 0 measures nothing.
         eval_lengths: Lengths to measure at, in tokens, rising.
+        eval_tasks, eval_questions: The retrieval tasks, and how many questions are asked of each at each length.
+        task_lengths: Those lengths, in tokens.
     """
 
     assistant_only_loss: bool
@@ -73,6 +75,9 @@ class DataPlan:
     token_budget: int
     eval_documents: int
     eval_lengths: tuple[int, ...]
+    eval_tasks: tuple[str, ...]
+    eval_questions: int
+    task_lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,9 @@ def plan_run(
         token_budget=max(each.token_budget for each in configs),
         eval_documents=config.eval_documents,
         eval_lengths=tuple(sorted({*(config.eval_lengths or default_lengths)})),
+        eval_tasks=tuple(config.eval_tasks or ()),
+        eval_questions=config.eval_questions,
+        task_lengths=tuple(sorted({stages[0].positions.original_length, stages[-1].positions.target_length})),
     )
     described, changes_attention = _as_trained(model, stages[0].extension)
     no_flash = why_not_flash(

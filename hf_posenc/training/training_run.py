@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.lm_head import check_head
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.evaluation.model_facts import hash_weights
+from hf_posenc.evaluation.records import RetrievalRecord
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.mixtures import get_kind
 from hf_posenc.patching.api import is_patched, unpatch_model, unpatched
@@ -30,6 +31,7 @@ from hf_posenc.publishing.card import write_card
 from hf_posenc.publishing.provenance import document_source, source_settings
 from hf_posenc.publishing.repository import Repository, make_repository
 from hf_posenc.publishing.trained_run import TrainedRun, TrainedStage
+from hf_posenc.training.answers import ANSWERS, ask, check_questions, table
 from hf_posenc.training.base_model_facts import ModelFacts
 from hf_posenc.training.blending import SHORT_TEXTS, Blend, RetentionLimit, short_texts
 from hf_posenc.training.blocks import TrainingBlocks
@@ -74,6 +76,7 @@ class FinetuneResult:
         seconds: Seconds of training, over all resumed parts.
         blend: How much of the training was kept, and its cost on short texts; None where ``keep`` was not given, or an
             earlier part of the run had finished.
+        answers: Records of ``eval_tasks``, before and after, distinguished by ``tokens_trained``.
     """
 
     output_dir: Path
@@ -84,6 +87,7 @@ class FinetuneResult:
     records: list[Record]
     seconds: float
     blend: Blend | None = None
+    answers: list[RetrievalRecord] = field(default_factory=list)
 
 
 def finetune(
@@ -172,6 +176,7 @@ class Run:
         self._unextended: list[Record] = []
         self._before: list[Record] = []
         self._after: list[Record] = []
+        self._answers: list[list[RetrievalRecord]] = []  # before the training, and after each stage
         self._logs: list[list[dict[str, Any]]] = []  # of each stage
         self._short_texts: RetentionLimit | None = None
         self._blend: Blend | None = None
@@ -219,6 +224,7 @@ class Run:
             with evaluation_mode(rotary.model):
                 check_head(rotary.model)
             if texts is None:
+                check_questions(plan.data, self.tokenizer)
                 texts = read_texts(self.tokenizer, documents, eval_documents, plan.data, vocab_size)
                 self._texts, own = texts.held_out, self._own_texts(rotary)
                 if plan.keep is not None:
@@ -292,6 +298,7 @@ class Run:
         if not self._stages:
             self._unextended = self._measure_unextended(args)
             self._before = self._measure()
+            self._answers.append(self._ask())
             if self._short_texts is not None:
                 with self._same_random_numbers(args):
                     facts = {"tokens_trained": self.tokens_trained, **self._to(SHORT_TEXTS)}
@@ -324,6 +331,7 @@ class Run:
         """
         after = self._measure()
         self._after += after
+        self._answers.append(self._ask())
         log = from_main(lambda: read_log(stage.folder / LOSS_LOG))
         self._logs.append(log)
         if is_new:
@@ -344,6 +352,7 @@ class Run:
             records=self._unextended + self._before + self._after,
             seconds=sum(log[-1]["seconds"] for log in self._logs if log),
             blend=self._blend,
+            answers=[record for asked in self._answers for record in asked],
         )
 
     def _push(self) -> None:
@@ -376,6 +385,7 @@ class Run:
             unextended=self._unextended,
             before=self._before,
             after=after,
+            answers=table(self._answers[0], self._answers[-1]),
             short_texts=() if self._blend is None else self._blend.rows(),
             kept="" if self._blend is None else str(self._blend),
         )
@@ -396,6 +406,11 @@ class Run:
                     run=run,
                 ),
             )
+
+    def _ask(self) -> list[RetrievalRecord]:
+        """Ask the questions of the plan, and append the answers to the results; every process does, as it measures."""
+        facts = {"tokens_trained": self.tokens_trained, **self._to(ANSWERS)}
+        return ask(self.model, self.tokenizer, self.plan.data, **facts)
 
     def _measure_unextended(self, args: TrainingArguments) -> list[Record]:
         """Measure the model as it is without its extension; nothing where that is not the base model any more."""

@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "reporting": "methods attention evaluation",
     "publishing": "methods families data patching checkpoint exports evaluation reporting",
     "mixtures": "data",
-    "training": "methods families data attention encodings patching checkpoint evaluation publishing mixtures",
+    "training": "methods families data attention encodings patching checkpoint evaluation retrieving publishing "
+    "mixtures",
     "fitting": "methods families attention patching checkpoint evaluation retrieving",
     "planning": "methods families attention patching checkpoint evaluation training fitting",
     "explain": "methods families attention patching checkpoint reporting",

@@ -30,6 +30,8 @@ OTHER: dict[str, Any] = {
     "original_max_position_embeddings": 4096,
     "sliding_window": "8192",
     "on_scaled": "replace",
+    "eval_tasks": ["passkey", "niah_multikey_1"],
+    "eval_questions": 7,
     "options": {"beta_fast": 16, "ramp": "paper", "truncate": False, "attention_factor": 1.25e-5},
     "token_budget": 123_456,
     "seq_len": 2048,
