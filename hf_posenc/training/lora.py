@@ -151,11 +151,18 @@ def _refuse_to_begin(model: Any, settings: LoraSettings) -> None:
             f"the adapter changes {outside[0]}, which a new one for the attention does not. Give "
             f"{argument('lora_targets', 'all-linear')}."
         )
-    whole = [name for name, _ in model.named_parameters() if _TRAINED_WHOLE in name]
-    if whole and not settings.embeddings:
-        raise InvalidRequestError(
-            f"the adapter trained {whole[0].partition(_TRAINED_WHOLE)[0]} too: {argument('lora_embeddings', True)}."
-        )
+    for path, module in model.named_modules():
+        whole = getattr(module, "modules_to_save", None)
+        if not isinstance(whole, nn.ModuleDict):
+            continue
+        inner = whole[model.active_adapter]
+        if not (isinstance(inner, nn.Embedding) or _is_norm(inner)):
+            raise InvalidRequestError(
+                f"the adapter trained {path} too, which a new one does not. Leave {argument('lora')} out: then it is "
+                "merged, and all weights are trained."
+            )
+        if not settings.embeddings:
+            raise InvalidRequestError(f"the adapter trained {path} too. Give {argument('lora_embeddings', True)}.")
 
 
 def _factors(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -204,9 +211,11 @@ def attention_linears(model: nn.Module) -> list[str]:
 
 def norm_names(model: nn.Module) -> list[str]:
     """Return the last name parts of the normalisation layers, such as ``input_layernorm``."""
-    return sorted(
-        {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__.endswith("Norm")}
-    )
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_norm(module)})
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Norm")
 
 
 def _leaf_name(model: nn.Module, wanted: nn.Module) -> str:

@@ -167,6 +167,7 @@ def test_a_smaller_adapter_is_refused(adapter: Path, tmp_path: Path) -> None:
     [
         ({"target_modules": ["up_proj"]}, (), "changes .*up_proj, which a new one for the attention does not"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, ("attention", False), "trained .*norm too"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, (), "trained .*lm_head too, which a new one"),
         ({"target_modules": ["q_proj"], "use_dora": True}, (), "of LoRA only, and this one is of another kind"),
     ],
 )
