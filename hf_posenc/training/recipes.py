@@ -289,16 +289,19 @@ _ALL = (
     ),
     Recipe(
         name="reach",
-        paper="of hf_posenc, from Xiong et al. 2024, arXiv:2406.19292 (dictionaries, the loss on answers), Tian et al. "
-        "2024, arXiv:2409.04774 (knots) and CREAM, arXiv:2406.07138 (positions); the rates are measured",
-        summary="A mixture for small budgets: answers to find far back, tied chunks, long and short text.",
+        paper="of hf_posenc, from Xiong et al. 2024, arXiv:2406.19292 (dictionaries, the loss on answers), Li and "
+        "Hoiem 2016, arXiv:1606.09282 (what the model did before), Wortsman et al. 2022, arXiv:2109.01903 (a share of "
+        "the training) and CREAM, arXiv:2406.07138 (positions); the rates are measured",
+        summary="For small budgets: answers to find far back and texts of the model's own; what short texts lose is "
+        "limited.",
         values={
-            "task_mix": ["kv=0.3", "needles=0.2", "knots=0.2", "text=0.2", "short_text=0.1"],
+            "task_mix": ["kv=0.3", "needles=0.3", "retention=0.4"],
+            "keep": 0.03,
             # Questions are near the end of a block: CREAM puts it at the end of the target, its last third or less.
             "position_schedule": "cream",
             **{"learning_rate": 2e-4, "lr_scheduler_type": "linear", "warmup_steps": 8, **_ADAM},
         },
-        left="The shares are ours, no paper trains on this mixture. At least 6 steps, so that each kind has one. The "
+        left="The shares are ours, no paper trains on this mixture. At least 3 steps, so that each kind has one. The "
         "rate is that for 135M parameters; for 7B, papers take 2e-5.",
         by_model="seq_len: 2048, or the original length if that is shorter; with --position-schedule full the target",
         block=_short_block,
