@@ -117,7 +117,7 @@ class RetentionLimit:
         if (cost := _worst(self._before)) > self.limit:
             logger.warning(
                 "the extension alone, before any training, costs %.1f %% on short texts, more than keep allows "
-                "(%.1f %%). A rule that costs less: hf-posenc fit, with --adapt.",
+                "(%.1f %%). To begin with less: hf-posenc fit, with --adapt and --save-adapter.",
                 100 * cost,
                 100 * self.limit,
             )
