@@ -132,11 +132,15 @@ def _refuse_to_begin(model: Any, settings: LoraSettings) -> None:
     Raises:
         ValueError: It is.
     """
-    config, factors = model.peft_config[model.active_adapter], _factors(model)
-    if config.peft_type != "LORA" or config.use_dora or not factors:
+    from peft.tuners.lora import LoraLayer
+
+    merge = f"Leave {argument('lora')} out: then it is merged, and all weights are trained."
+    config, factors, head = model.peft_config[model.active_adapter], _factors(model), model.get_output_embeddings()
+    changed = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    if config.peft_type != "LORA" or config.use_dora or len(changed) > len(factors) or head in changed:
         raise InvalidRequestError(
-            f"{argument('lora')}: a new adapter can begin as one of LoRA only, and this one is of another kind. Leave "
-            "lora out: then it is merged, and all weights are trained."
+            f"{argument('lora')}: a new adapter can begin as one of LoRA on linear layers without the head, and this "
+            f"one is of another kind. {merge}"
         )
     rank = max(len(first) for first, _, _ in factors.values())
     if rank > settings.rank:
@@ -157,10 +161,7 @@ def _refuse_to_begin(model: Any, settings: LoraSettings) -> None:
             continue
         inner = whole[model.active_adapter]
         if not (isinstance(inner, nn.Embedding) or _is_norm(inner)):
-            raise InvalidRequestError(
-                f"the adapter trained {path} too, which a new one does not. Leave {argument('lora')} out: then it is "
-                "merged, and all weights are trained."
-            )
+            raise InvalidRequestError(f"the adapter trained {path} too, which a new one does not. {merge}")
         if not settings.embeddings:
             raise InvalidRequestError(f"the adapter trained {path} too. Give {argument('lora_embeddings', True)}.")
 

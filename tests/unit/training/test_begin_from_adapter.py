@@ -162,13 +162,16 @@ def test_a_smaller_adapter_is_refused(adapter: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")  # PEFT, of the last two
 @pytest.mark.parametrize(
     ("lora", "settings", "said"),
     [
         ({"target_modules": ["up_proj"]}, (), "changes .*up_proj, which a new one for the attention does not"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, ("attention", False), "trained .*norm too"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, (), "trained .*lm_head too, which a new one"),
-        ({"target_modules": ["q_proj"], "use_dora": True}, (), "of LoRA only, and this one is of another kind"),
+        ({"target_modules": ["q_proj"], "use_dora": True}, (), "of LoRA on linear layers without the head"),
+        ({"target_modules": ["q_proj", "lm_head"]}, ("all-linear", False), "of LoRA on linear layers without the head"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, (), "of LoRA on linear layers without the head"),
     ],
 )
 def test_an_adapter_that_is_more_than_the_new_one(
