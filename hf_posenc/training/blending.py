@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -183,8 +182,9 @@ def next_share(found: Mapping[int, Sequence[float]], limit: float) -> int | None
     if len(found) == 2:
         return _STEPS // 2
     nearest = sorted(found, key=lambda steps: abs(max(found[steps]) - limit))[:3]
-    curves = np.polyfit(nearest, np.array([found[steps] for steps in nearest]), 2)
-    expected = np.max([np.polyval(curve, np.arange(_STEPS + 1)) for curve in curves.T], axis=0)
+    through, every = (torch.vander(torch.tensor(steps).double(), 3) for steps in (nearest, range(_STEPS + 1)))
+    curves = torch.linalg.solve(through, torch.tensor([found[steps] for steps in nearest], dtype=torch.float64))
+    expected = (every @ curves).amax(dim=1)
     lowest = int(expected.argmin())
     least = lowest if kept is None else kept + 1
     too_much = min((steps for steps in found if steps >= least), default=_STEPS)
