@@ -61,7 +61,7 @@ from training_plans import plan_for
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ValueError, "depends on evaluations during the training"),
         ({"save_strategy": "best"}, ValueError, "save_strategy 'best' depends on evaluations"),
         ({"num_train_epochs": 1}, ValueError, "num_train_epochs cannot be 1 here: token_budget says"),
-        ({"eval_strategy": "steps"}, ValueError, "eval_strategy cannot be 'steps' here: perplexity is measured before"),
+        ({"eval_strategy": "steps"}, ValueError, "eval_strategy cannot be 'steps' here: the model is measured before"),
         ({"fp16": True}, ValueError, "fp16 cannot be True here: half precision is bfloat16 here: give bf16"),
         ({"deepspeed": "zero.json"}, ValueError, "deepspeed cannot be 'zero.json' here: .*--accelerate-config"),
         ({"label_smoothing_factor": 0.1}, ValueError, "label_smoothing_factor cannot be 0.1 here"),
