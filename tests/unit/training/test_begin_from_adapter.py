@@ -81,6 +81,16 @@ def test_what_an_adapter_trained_whole_is_taken_over(tmp_path: Path, tiny_llama:
     torch.testing.assert_close(logits(grown), merged(adapter), rtol=0, atol=1e-5)
 
 
+def test_an_adapter_of_finetune_with_a_tied_head_is_gone_on_with(tmp_path: Path, tiny_llama: Build) -> None:
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    settings = config(tmp_path / "first", **{**ONE_STEP, "learning_rate": 1e-2, "lora": True})
+    finetune(base, make_tokenizer(), make_documents(), settings)
+    model, new = load_extended(tmp_path / "first"), LoraSettings(16, 16)
+    assert check_trainable(model, new)
+    torch.testing.assert_close(logits(begin_from_adapter(model, new)), merged(tmp_path / "first"), rtol=0, atol=1e-5)
+
+
 def test_all_weights_are_trained_of_the_merged_model(adapter: Path, tmp_path: Path) -> None:
     result = finetune(load_extended(adapter), make_tokenizer(), make_documents(), config(tmp_path / "run", **ONE_STEP))
     assert not isinstance(result.model, PeftModel)
