@@ -155,13 +155,15 @@ def _refuse_to_begin(model: Any, settings: LoraSettings) -> None:
             f"the adapter changes {outside[0]}, which a new one for the attention does not. Give "
             f"{argument('lora_targets', 'all-linear')}."
         )
-    embedded = {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}
+    embedded = {one.weight.data_ptr() for one in model.modules() if isinstance(one, nn.Embedding)}
     for path, module in model.named_modules():
         whole = getattr(module, "modules_to_save", None)
         if not isinstance(whole, nn.ModuleDict):
             continue
         inner = whole[model.active_adapter]
-        if not (_is_norm(inner) or inner.weight.data_ptr() in embedded):  # a tied head is the embedding
+        if not (
+            _is_norm(inner) or inner.get_parameter("weight").data_ptr() in embedded
+        ):  # a tied head is the embedding
             raise InvalidRequestError(f"the adapter trained {path} too, which a new one does not. {merge}")
         if not settings.embeddings:
             raise InvalidRequestError(f"the adapter trained {path} too. Give {argument('lora_embeddings', True)}.")
