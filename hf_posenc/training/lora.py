@@ -15,8 +15,6 @@ from hf_posenc.checkpoint.extended import peft_renamed_attribute
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.training.step_plan import LoraSettings
 
-_TRAINED_WHOLE = ".modules_to_save."  # in the name of a weight that PEFT trains beside the adapters
-
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> Any:
     """Give linear layers adapters by PEFT, and train the embedding and norms if the settings say so.
@@ -114,15 +112,14 @@ def begin_from_adapter(model: Any, settings: LoraSettings | None) -> Any:
     """
     if settings is None:
         return model.merge_and_unload().requires_grad_(True)
-    old = {path: [part.clone() for part in factors] for path, factors in _factors(model).items()}
-    whole = {name: weight.clone() for name, weight in model.named_parameters() if _TRAINED_WHOLE in name}
+    old, old_whole = _factors(model), _trained_whole(model)
     grown = add_lora(model.unload(), settings)
-    new, parameters = _factors(grown), dict(grown.named_parameters())
+    new, whole = _factors(grown), _trained_whole(grown)
     for path, (first, second, scale) in old.items():
         new[path][0][: len(first)] = first
         new[path][1][:, : len(first)] = second * scale / new[path][2]
-    for name, weight in whole.items():
-        parameters[name].copy_(weight)
+    for path, module in old_whole.items():
+        whole[path].load_state_dict(module.state_dict())
     return grown
 
 
@@ -156,11 +153,7 @@ def _refuse_to_begin(model: Any, settings: LoraSettings) -> None:
             f"{argument('lora_targets', 'all-linear')}."
         )
     embedded = {one.weight.data_ptr() for one in model.modules() if isinstance(one, nn.Embedding)}
-    for path, module in model.named_modules():
-        whole = getattr(module, "modules_to_save", None)
-        if not isinstance(whole, nn.ModuleDict):
-            continue
-        inner = whole[model.active_adapter]
+    for path, inner in _trained_whole(model).items():
         if not (
             _is_norm(inner) or inner.get_parameter("weight").data_ptr() in embedded
         ):  # a tied head is the embedding
@@ -179,6 +172,12 @@ def _factors(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Te
             first, second = (factors[name].get_parameter("weight").data for factors in (layer.lora_A, layer.lora_B))
             found[path] = first, second, torch.tensor(layer.scaling[name])
     return found
+
+
+def _trained_whole(model: Any) -> dict[str, nn.Module]:
+    """Return the modules that PEFT trains whole beside the low-rank changes, by the path of those they stand for."""
+    copies = ((path, getattr(module, "modules_to_save", None)) for path, module in model.named_modules())
+    return {path: found[model.active_adapter] for path, found in copies if isinstance(found, nn.ModuleDict)}
 
 
 @contextmanager

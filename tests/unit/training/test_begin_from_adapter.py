@@ -77,8 +77,11 @@ def test_a_new_adapter_begins_as_the_old_one(rank: int, alpha: int, targets: Any
 def test_what_an_adapter_trained_whole_is_taken_over(tmp_path: Path, tiny_llama: Build) -> None:
     lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])
     adapter = save(tiny_llama(), tmp_path, lora)
-    grown = begin_from_adapter(load_extended(adapter), LoraSettings(4, 8))
-    torch.testing.assert_close(logits(grown), merged(adapter), rtol=0, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    named = PeftModel.from_pretrained(patch_model(base, "yarn", factor=2), str(adapter), adapter_name="other")
+    for model in (load_extended(adapter), named):
+        grown = begin_from_adapter(model, LoraSettings(4, 8))
+        torch.testing.assert_close(logits(grown), merged(adapter), rtol=0, atol=1e-5)
 
 
 def test_an_adapter_of_finetune_with_a_tied_head_is_gone_on_with(tmp_path: Path, tiny_llama: Build) -> None:
