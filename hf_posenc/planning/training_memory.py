@@ -263,10 +263,10 @@ def _phases(base: PreTrainedModel, tracker: MemoryTracker) -> Iterator[None]:
             hook.remove()
 
 
-def first_and_last_chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
+def first_and_last_chunks(targets: torch.Tensor, rows_per_chunk: int) -> Iterator[slice]:
     """Yield the loss's first chunks of rows and the last: those between hold the same at every moment.
 
     A block of 131,072 tokens has 128 chunks, and each takes as long to trace.
     """
-    chunks = list(row_chunks(num_rows, rows_per_chunk))
+    chunks = list(row_chunks(len(targets), rows_per_chunk))
     yield from chunks if len(chunks) <= _TRACED_CHUNKS else (*chunks[: _TRACED_CHUNKS - 1], chunks[-1])

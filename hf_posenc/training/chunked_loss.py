@@ -19,7 +19,20 @@ from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, h
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.masks import documents_start_at_zero, finished_masks
 
-Chunks = Callable[[int, int], Iterable[slice]]  # of a number of rows, each of at most so many rows
+Rows = slice | torch.Tensor  # of a matrix: some of its rows, by their numbers
+Chunks = Callable[[torch.Tensor, int], Iterable[Rows]]  # by what each row is to predict; each of at most so many rows
+
+
+def counted_rows(targets: torch.Tensor, rows_per_chunk: int) -> Iterator[Rows]:
+    """Yield the rows that count in the loss: in a dialogue these are few, and logits cost more than a layer does.
+
+    Where none counts, one is yielded, so that the head's weights have a gradient, of zeros: other processes add theirs.
+    """
+    counted = (targets != IGNORED).nonzero().flatten().cpu()  # the rows can be on another device than what they predict
+    if 0 < len(counted) < len(targets):
+        yield from torch.split(counted, rows_per_chunk)
+    else:
+        yield from row_chunks(len(targets) if len(counted) else 1, rows_per_chunk)
 
 
 def chunked_causal_lm_loss(
@@ -32,14 +45,15 @@ def chunked_causal_lm_loss(
     likely_ids: torch.Tensor | None = None,
     likely_log_probs: torch.Tensor | None = None,
     *,
-    chunks: Chunks = row_chunks,
+    chunks: Chunks = counted_rows,
 ) -> torch.Tensor:
     """Return the mean loss in nats, with gradients, holding the logits of one chunk of rows at a time.
 
     Each chunk's gradient is taken as soon as its logits are there, so they are made once (as the Triton kernels of Hsu
     et al. 2024, Liger Kernel, arXiv:2410.10989, section 3.2). That suits every head, soft-capped ones too,
     which torch's fused ``linear_cross_entropy`` does not. A head whose weights are whole only while it runs
-    (FSDP2, ZeRO-3) has its logits made again in the backward pass instead, by activation checkpointing.
+    (FSDP2, ZeRO-3) has its logits made again in the backward pass instead, by activation checkpointing, and those of
+    rows that do not count too: each process has to gather the weights as often.
 
     Args:
         model: The causal language model whose head is used.
@@ -52,8 +66,8 @@ def chunked_causal_lm_loss(
         likely_ids: The tokens that another model takes for the likeliest after each token, int64 ``(batch, seq_len,
             number)``; with them, the loss of a row is ``divergence_from_likely`` and not the cross-entropy.
         likely_log_probs: Their log-probabilities there.
-        chunks: Which slices of the rows are computed, by their number and ``rows_per_chunk``. A memory prediction,
-            which needs no right loss, computes fewer than all.
+        chunks: Which rows are computed together, by ``shift_labels`` and ``rows_per_chunk``. A memory prediction, which
+            needs no right loss, computes fewer than all.
     """
     if shift_labels is None:
         hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
@@ -77,7 +91,7 @@ def chunked_causal_lm_loss(
     if torch.is_grad_enabled() and not _gathers_weights_when_called(model):
         trained = [weight for weight in head_parameters(model) if weight.requires_grad]
         return _GradientsAtOnce.apply(  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it untyped
-            chunk_loss, chunks(len(targets), rows_per_chunk), (targets, *likely), rows, *trained
+            chunk_loss, chunks(targets, rows_per_chunk), (targets, *likely), rows, *trained
         )
     losses: list[torch.Tensor] = [
         checkpoint(
@@ -87,7 +101,7 @@ def chunked_causal_lm_loss(
             use_reentrant=False,
             preserve_rng_state=False,
         )
-        for chunk in chunks(len(targets), rows_per_chunk)
+        for chunk in row_chunks(len(targets), rows_per_chunk)
     ]
     return torch.stack(losses).sum()
 
@@ -121,13 +135,13 @@ class _GradientsAtOnce(torch.autograd.Function):
     def forward(
         ctx: Any,
         loss_of: Callable[..., torch.Tensor],
-        chunks: Iterable[slice],
+        chunks: Iterable[Rows],
         targets: Sequence[torch.Tensor],
         rows: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         total = torch.zeros((), device=rows.device)
-        of_rows, of_weights = torch.empty_like(rows), [torch.zeros_like(weight) for weight in weights]
+        of_rows, of_weights = torch.zeros_like(rows), [torch.zeros_like(weight) for weight in weights]
         used: set[int] = set()
         for chunk in chunks:
             given = [each[chunk] for each in targets]
@@ -174,7 +188,7 @@ def chunked_lm_loss(
     model: Any,
     rows_per_chunk: int = DEFAULT_ROWS_PER_CHUNK,
     *,
-    chunks: Chunks = row_chunks,
+    chunks: Chunks = counted_rows,
     one_document: bool = False,
 ) -> Iterator[None]:
     """While open, the causal language model inside ``model`` returns only the loss, computed in chunks.

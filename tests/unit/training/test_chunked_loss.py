@@ -20,6 +20,7 @@ from transformers.models.mixtral import MixtralConfig
 from transformers.models.modernbert_decoder import ModernBertDecoderConfig
 
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.training import chunked_loss
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.start_checks import probe_isolation
 from tiny_models import recompute_activations
@@ -70,9 +71,9 @@ def batch() -> dict[str, torch.Tensor]:
     }
 
 
-def plain_loss(model: nn.Module, num_items: int | None = None) -> torch.Tensor:
+def plain_loss(model: nn.Module, num_items: int | None = None, inputs: dict[str, Any] | None = None) -> torch.Tensor:
     """The textbook way: all logits, shift, cross entropy."""
-    inputs = batch()
+    inputs = inputs or batch()
     logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     total = nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1).float(), inputs["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum"
@@ -110,6 +111,27 @@ def test_a_weight_that_no_logits_depend_on_has_no_gradient():
         model(**batch()).loss.backward()
     assert model.unread.weight.grad is None  # zeros would let weight decay move it
     assert model.lm_head.weight.grad is not None
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_rows_that_do_not_count_get_no_logits(count: int, monkeypatch: pytest.MonkeyPatch):
+    model, inputs, rows = build(HEADS["llama"]()), batch(), []
+    inputs["labels"][:] = -100
+    inputs["labels"][0, 3 : 3 + count] = 7
+    head_logits = chunked_loss.head_logits
+
+    def watched(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return head_logits(model, hidden)
+
+    monkeypatch.setattr(chunked_loss, "head_logits", watched)
+    with chunked_lm_loss(model, rows_per_chunk=3):
+        loss = model(**inputs).loss
+        loss.backward()
+    assert sum(rows) == max(count, 1)
+    assert max(rows) <= 3
+    assert model.lm_head.weight.grad is not None
+    assert loss.item() == pytest.approx(plain_loss(model, max(count, 1), inputs).item(), rel=1e-5)
 
 
 def test_num_items_in_batch_divides():
@@ -151,7 +173,8 @@ def test_logits_are_never_whole():
     with chunked_lm_loss(model, rows_per_chunk=7):
         model(**batch()).loss.backward()
     assert max(rows) == 7
-    assert sum(rows) == 2 * 20  # once: the gradient of a chunk is taken while its logits are there
+    # Those that predict a document's first token do not count; once: a chunk's gradient is taken while it is there.
+    assert sum(rows) == 2 * 19
 
 
 def test_the_model_is_itself_again():
