@@ -16,6 +16,7 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.unmasked_layers import unmasked_layers
 from hf_posenc.patching.extension import describe_config
 from hf_posenc.planning.shapes import text_config
+from hf_posenc.training.lora import attention_modules
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _ATTENDING = ("full_attention", *_WINDOWED)
@@ -32,6 +33,7 @@ class ModelFacts:
         weight_bytes: Bytes of the weights, in ``dtype``.
         matrix_parameters: Those that multiply each token: not the embedding, of experts those a token sees.
         head_parameters: Those of them that make logits.
+        attention_parameters: Those of them inside attention modules.
         num_layers, hidden_size, num_heads, num_kv_heads, head_dim, vocab_size: Sizes of the text model.
         windows: For each layer that attends, the tokens it looks back; None for all.
         original: Tokens it was trained on before it was scaled; None if nothing says.
@@ -48,6 +50,7 @@ class ModelFacts:
     weight_bytes: int
     matrix_parameters: int
     head_parameters: int
+    attention_parameters: int
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -81,6 +84,7 @@ def model_facts(config: PreTrainedConfig, name: str, original: int | None = None
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         matrix_parameters=_matrix_parameters(model, text),
+        attention_parameters=sum(p.numel() for part in attention_modules(model) for p in part.parameters()),
         head_parameters=int(text.vocab_size * text.hidden_size),
         num_layers=int(text.num_hidden_layers),
         hidden_size=int(text.hidden_size),

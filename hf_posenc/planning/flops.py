@@ -39,7 +39,8 @@ def training_flops(
         group: Tokens of a group of shifted sparse attention; None without it.
     """
     layers = facts.matrix_parameters - facts.head_parameters
-    trained = facts.head_parameters if step.lora is not None else facts.matrix_parameters
+    of_weights = {"all": facts.matrix_parameters, "attention": facts.attention_parameters}
+    trained = facts.head_parameters if step.lora is not None else of_weights[step.trainable]
     again = layers if step.gradient_checkpointing else 0
     parameters = 2.0 * (2 * facts.matrix_parameters + trained + again)
     passes = 1 + _BACKWARD_ATTENTION + step.gradient_checkpointing

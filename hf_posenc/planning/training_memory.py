@@ -25,7 +25,7 @@ from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.conflicts import EIGHT_BIT_ADAMW
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.step_plan import StepPlan
-from hf_posenc.training.weights import float32_weights
+from hf_posenc.training.weights import float32_weights, trained_alone
 from hf_posenc.utils.dtypes import HALF, config_dtype
 
 _STATES = 2  # of AdamW, in the weights' own dtype
@@ -165,7 +165,7 @@ def phase_bytes(
     bf16 = computes_in_half(config, step)
     with without_data(config):
         fill_with_fake(model)
-        with float32_weights(model, frozen=not bf16):
+        with trained_alone(model, step.trainable), float32_weights(model, frozen=not bf16):
             return {**_sizes(model, step), **_peaks(base, model, step, seq_len, packed, bf16, chunked_loss)}
 
 

@@ -109,6 +109,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "max_grad_norm",
     ),
     "Adapters, memory and precision": (
+        "trainable",
         "lora",
         "lora_rank",
         "lora_alpha",
@@ -318,6 +319,9 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     max_grad_norm: float = setting(
         1.0, number(at_least=0), "largest norm of the gradient, which is clipped to it; 0: no clipping"
     )
+    trainable: Literal["all", "attention"] = setting(
+        "all", word("all", "attention"), "weights that are trained: all, or those of the attention alone"
+    )
     # LongLoRA, section 3.3: adapters alone fall well short of full fine-tuning at long contexts; training the
     # embedding and the norms as well, a small share of the parameters, closes the gap. Rank 8 on the attention.
     lora: bool = setting(False, flag, "train adapters, the embedding and the norms, not all weights")
@@ -464,6 +468,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
             bf16=self.bf16,
             optim=str(self.optim),
             lora=adapters if self.lora else None,
+            trainable=self.trainable,
             logits_chunk=self.logits_chunk,
         )
 

@@ -145,7 +145,8 @@ def _refuse_to_begin(model: Any, settings: LoraSettings) -> None:
             f"the adapter has rank {rank}, so a new one that begins as it is needs {argument('lora_rank', rank)} or "
             f"more, got {settings.rank}."
         )
-    inside = tuple(f"{path}." for path, module in model.named_modules() if "Attention" in type(module).__name__)
+    attention = attention_modules(model)
+    inside = tuple(f"{path}." for path, module in model.named_modules() if module in attention)
     outside = [path for path in factors if not path.startswith(inside)]
     if outside and settings.targets == "attention":
         raise InvalidRequestError(
@@ -199,17 +200,21 @@ def attention_linears(model: nn.Module) -> list[str]:
     """
     names = {
         name.rpartition(".")[2]
-        for module in model.modules()
-        if "Attention" in type(module).__name__
+        for module in attention_modules(model)
         for name, child in module.named_modules()
         if isinstance(child, nn.Linear)
     }
     if not names:
         raise InvalidRequestError(
-            f"LoRA: {type(model).__name__} has no nn.Linear inside a module named ...Attention. "
-            "Wrap the model by peft.get_peft_model yourself and pass it with lora=False."
+            f"{type(model).__name__} has no nn.Linear inside a module named ...Attention. Train all of its weights, or "
+            "wrap it by peft.get_peft_model yourself and pass it with lora=False."
         )
     return sorted(names)
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that are attention by the name of their class."""
+    return [module for module in model.modules() if "Attention" in type(module).__name__]
 
 
 def norm_names(model: nn.Module) -> list[str]:

@@ -564,7 +564,7 @@ def _shown_settings(
     """Return the settings that the model card shows."""
     usual = config.defaults()
     rarely_set = ["position_schedule", "pose_chunks", "short_share", "length_upsampling"]
-    rarely_set += ["assistant_only_loss", "completion_only_loss"]
+    rarely_set += ["assistant_only_loss", "completion_only_loss", "trainable"]
     names = [name for name in rarely_set if getattr(config, name) != usual[name]]
     names += ["lora", "learning_rate", "lr_scheduler_type", "weight_decay", "seed"]
     if config.lora:

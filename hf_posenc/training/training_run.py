@@ -41,6 +41,7 @@ from hf_posenc.training.extending import check_extended, extend
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.lora import (
     add_lora,
+    attention_linears,
     base_not_looked_up,
     begin_from_adapter,
     check_trainable,
@@ -52,6 +53,7 @@ from hf_posenc.training.run_folder import LOSS_LOG, open_run, read_log, resumabl
 from hf_posenc.training.run_plan import RunPlan, StagePlan, naming_stage, plan_run
 from hf_posenc.training.train_log import LossLog
 from hf_posenc.training.trainer import train, training_arguments
+from hf_posenc.training.weights import trained_alone
 from hf_posenc.training.writing_own_texts import own_texts
 from hf_posenc.utils.processes import from_main
 
@@ -201,6 +203,8 @@ class Run:
         plan, rotary = self.plan, RotaryModel(self.model)
         _refuse_other_kind_of_run(plan)
         self._begins_from_adapter = check_trainable(self.model, plan.step.lora)
+        if plan.step.trainable == "attention":
+            attention_linears(self.model)  # or an error, before anything is written
         refuse_laid_out(self.model, "the model cannot be fine-tuned")
         keep_layout(self.model)  # checkpoints are written between forwards
         self._held_out = eval_documents is None
@@ -307,17 +311,18 @@ class Run:
                 self.model = begin_from_adapter(self.model, plan.step.lora)
         if plan.step.lora is not None and not is_adapted(self.model):
             self.model = add_lora(self.model, plan.step.lora)
-        if self._short_texts is not None and not self._stages:
-            self._short_texts.remember(self.model)
         total = self.tokens_trained + stage.num_tokens
         finished = plan.resumes and stage.folder != plan.folder and from_main(lambda: _is_finished(stage, total))
-        if finished:
-            _load_finished(self.model, stage.saved_to)
-        else:
-            log = LossLog(stage.folder / LOSS_LOG, stage.tokens_per_step, self.tokens_trained, blocks.kinds)
-            train(self.model, args, blocks, plan, stage, log, checkpoint, self.tokens_trained)
-            if self._short_texts is not None:
-                self._blend = self._short_texts.blend(self.model, tokens_trained=total, **self._to(SHORT_TEXTS))
+        with trained_alone(self.model, plan.step.trainable):
+            if self._short_texts is not None and not self._stages:
+                self._short_texts.remember(self.model)
+            if finished:
+                _load_finished(self.model, stage.saved_to)
+            else:
+                log = LossLog(stage.folder / LOSS_LOG, stage.tokens_per_step, self.tokens_trained, blocks.kinds)
+                train(self.model, args, blocks, plan, stage, log, checkpoint, self.tokens_trained)
+                if self._short_texts is not None:
+                    self._blend = self._short_texts.blend(self.model, tokens_trained=total, **self._to(SHORT_TEXTS))
         self._stages.append(TrainedStage(stage.positions.target_length, stage.max_steps, stage.num_tokens))
         self.tokens_trained = total
         return not finished

@@ -12,7 +12,27 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_posenc.errors import RunStoppedError
+from hf_posenc.training.lora import attention_modules
 from hf_posenc.utils.dtypes import HALF
+
+
+@contextmanager
+def trained_alone(model: nn.Module, trainable: str) -> Iterator[None]:
+    """While open, only some parameters of a model are trained, of those that were before.
+
+    Args:
+        model: Its other parameters are frozen, in place.
+        trainable: ``"all"``, or ``"attention"`` for those inside attention modules.
+    """
+    inside = {id(p) for module in attention_modules(model) for p in module.parameters()}
+    frozen = [p for p in model.parameters() if trainable != "all" and id(p) not in inside and p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 @contextmanager

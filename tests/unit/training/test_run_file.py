@@ -58,6 +58,7 @@ OTHER: dict[str, Any] = {
     "lora_rank": 64,
     "lora_alpha": 32,
     "lora_targets": "all-linear",
+    "trainable": "attention",
     "lora_embeddings": False,
     "gradient_checkpointing": True,
     "bf16": False,
