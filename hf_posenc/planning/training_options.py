@@ -32,7 +32,7 @@ POSE_8BIT, POSE_LORA, POSE_4BIT = (f"{POSE}, {name}" for name in (STATES_8BIT, L
 # Number of devices that share a sequence in our accelerate configurations.
 SHARED_OVER = (2, 4, 8)
 _MOST_DEVICES = 64
-_ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
+_ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "trainable")
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,6 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "lora",
         "lora_rank",
         "lora_alpha",
-        "lora_targets",
         "lora_embeddings",
         "gradient_checkpointing",
         "bf16",
@@ -319,19 +318,16 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     max_grad_norm: float = setting(
         1.0, number(at_least=0), "largest norm of the gradient, which is clipped to it; 0: no clipping"
     )
-    trainable: Literal["all", "attention"] = setting(
-        "all", word("all", "attention"), "weights that are trained: all, or those of the attention alone"
+    trainable: Literal["all", "attention"] | None = setting(
+        None,
+        word("all", "attention"),
+        "layers that are trained: all, or those of the attention alone; default: all, and with --lora the attention",
     )
     # LongLoRA, section 3.3: adapters alone fall well short of full fine-tuning at long contexts; training the
     # embedding and the norms as well, a small share of the parameters, closes the gap. Rank 8 on the attention.
     lora: bool = setting(False, flag, "train adapters, the embedding and the norms, not all weights")
     lora_rank: int = setting(8, whole(1), "rank of the adapters (LongLoRA: 8)")
     lora_alpha: int = setting(16, whole(1), "alpha of the adapters, whose output is scaled by alpha / rank")
-    lora_targets: Literal["attention", "all-linear"] = setting(
-        "attention",
-        word("attention", "all-linear"),
-        "layers that get adapters: the attention projections, or all linear layers",
-    )
     lora_embeddings: bool = setting(True, flag, "with --lora, train the embedding and the norms too (LongLoRA's LoRA+)")
     gradient_checkpointing: bool = setting(
         False, flag, "recompute each layer in the backward pass: less memory, about a third slower"
@@ -460,7 +456,8 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     @property
     def step(self) -> StepPlan:
         """The settings of an optimizer step."""
-        adapters = LoraSettings(self.lora_rank, self.lora_alpha, self.lora_targets, self.lora_embeddings)
+        targets = "all-linear" if self.trainable == "all" else "attention"
+        adapters = LoraSettings(self.lora_rank, self.lora_alpha, targets, self.lora_embeddings)
         return StepPlan(
             batch_size=self.per_device_train_batch_size,
             num_passes=self.gradient_accumulation_steps,
@@ -468,7 +465,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
             bf16=self.bf16,
             optim=str(self.optim),
             lora=adapters if self.lora else None,
-            trainable=self.trainable,
+            trainable="all" if self.lora or self.trainable is None else self.trainable,
             logits_chunk=self.logits_chunk,
         )
 

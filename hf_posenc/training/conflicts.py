@@ -207,20 +207,14 @@ CONFLICTS = (
         "out, or give sdpa.",
     ),
     Conflict(
-        "lora and trainable",
-        lambda s: s.config.lora and s.config.trainable != "all",
-        "trainable says which of the model's own weights are trained, and lora trains adapters instead: lora_targets "
-        "says where those are. Use one of the two.",
-    ),
-    Conflict(
         "lora and the parameters of an encoding",
         lambda s: s.config.lora and s.method in method_names("has_parameters"),
         "{method} has parameters, which an adapter does not hold: PEFT saves its own alone. Train without LoRA.",
     ),
     Conflict(
         "trainable and the parameters of an encoding",
-        lambda s: s.config.trainable != "all" and s.method in method_names("has_parameters"),
-        "{method} has parameters outside the attention, which trainable {config.trainable!r} leaves as they begin. "
+        lambda s: s.config.trainable == "attention" and s.method in method_names("has_parameters"),
+        "{method} has parameters outside the attention, which trainable 'attention' leaves as they begin. "
         "Train all weights.",
     ),
     Conflict(

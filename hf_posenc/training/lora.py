@@ -151,7 +151,7 @@ def _refuse_to_begin(model: Any, settings: LoraSettings) -> None:
     if outside and settings.targets == "attention":
         raise InvalidRequestError(
             f"the adapter changes {outside[0]}, which a new one for the attention does not. Give "
-            f"{argument('lora_targets', 'all-linear')}."
+            f"{argument('trainable', 'all')}."
         )
     embedded = {one.weight.data_ptr() for one in model.modules() if isinstance(one, nn.Embedding)}
     for path, inner in _trained_whole(model).items():

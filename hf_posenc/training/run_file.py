@@ -159,7 +159,7 @@ def _as(hint: Any, value: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         kinds = [argument for argument in arguments if argument is not types.NoneType]
-        fitting = (one for one in kinds if isinstance(value, get_origin(one) or one))  # of `str | list[str]`
+        fitting = (one for one in kinds[1:] if isinstance(value, get_origin(one) or one))  # of `str | list[str]`
         return _as(next(fitting, kinds[0]), value)
     if origin is Literal:
         if value not in arguments:

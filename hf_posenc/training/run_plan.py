@@ -568,7 +568,7 @@ def _shown_settings(
     names = [name for name in rarely_set if getattr(config, name) != usual[name]]
     names += ["lora", "learning_rate", "lr_scheduler_type", "weight_decay", "seed"]
     if config.lora:
-        names += ["lora_rank", "lora_alpha", "lora_targets", "lora_embeddings"]
+        names += ["lora_rank", "lora_alpha", "lora_embeddings"]
     return {
         **({} if config.recipe is None else {"recipe": config.recipe}),
         "seq_len": seq_len,

@@ -33,7 +33,7 @@ class StepPlan:
         bf16: It computes in bfloat16 under autocast; None leaves that to the dtype of the weights.
         optim: The optimizer, as TrainingArguments name it.
         lora: The adapters that are trained; None trains the model's own weights.
-        trainable: Which of these: ``"all"``, or those of the ``"attention"``.
+        trainable: Without adapters, which of the weights are trained: ``"all"``, or those of the ``"attention"``.
         logits_chunk: Positions whose logits are in memory at one time.
     """
 

@@ -153,7 +153,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "lora": {"documents": "long", **_SHORT, "method": "linear", "lora": True, "lora_rank": 4},
     "lora_all_linear": {
-        **{"documents": "short", **_SHORT, "lora": True, "lora_targets": "all-linear", "lora_embeddings": False},
+        **{"documents": "short", **_SHORT, "lora": True, "trainable": "all", "lora_embeddings": False},
         **{"gradient_checkpointing": True, "lr_scheduler_type": "cosine", "weight_decay": 0.1},
     },
     "pose": {

@@ -92,11 +92,6 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"method": "alibi"},
         "t5_bias has parameters, which an adapter does not hold",
     ),
-    "lora and trainable": (
-        {"config": {"lora": True, "trainable": "attention"}},
-        {"config": {"lora": False, "trainable": "attention"}},
-        "lora_targets says where those are",
-    ),
     "trainable and the parameters of an encoding": (
         {"config": {"trainable": "attention"}, "method": "learned"},
         {"config": {"trainable": "all"}},

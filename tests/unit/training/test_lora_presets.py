@@ -66,7 +66,7 @@ def test_tied_embeddings_that_are_not_trained_stay_as_they_are(
     tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     before = model.model.embed_tokens.weight.detach().clone()
-    small = {"token_budget": 4 * SEQ, "eval_documents": 0, "lora": True, "lora_targets": "all-linear"}
+    small = {"token_budget": 4 * SEQ, "eval_documents": 0, "lora": True, "trainable": "all"}
     result = finetune(model, tokenizer, documents, config(tmp_path / "run", lora_embeddings=False, **small))
     assert torch.equal(model.model.embed_tokens.weight, before)
     merged = load_extended(tmp_path / "run").merge_and_unload()
@@ -98,7 +98,7 @@ def test_a_qlora_run_learns_saves_and_is_loaded(base: Path, tokenizer: Any):
     assert losses[-1] < losses[0] - 0.2
     assert torch.equal(layers[0].weight.data, packed)
     assert (read_manifest(run) or {})["context_length"] == 128
-    assert "- lora_targets: all-linear" in (run / "README.md").read_text()
+    assert "- trainable: all" in (run / "README.md").read_text()
 
     ids = token_ids(100) % 60
     request = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)

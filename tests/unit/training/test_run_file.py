@@ -57,7 +57,6 @@ OTHER: dict[str, Any] = {
     "lora": True,
     "lora_rank": 64,
     "lora_alpha": 32,
-    "lora_targets": "all-linear",
     "trainable": "attention",
     "lora_embeddings": False,
     "gradient_checkpointing": True,

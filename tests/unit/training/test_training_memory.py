@@ -97,7 +97,7 @@ def test_the_prediction_for_smollm2_is_within_15_percent(change: dict[str, Any],
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="scripts/fetch_smollm2 downloads it")
 def test_the_prediction_of_adapters_on_4_bits_is_within_15_percent() -> None:
     adapters = {"lora": True, "lora_embeddings": False, "bf16": False, "load_in_4bit": True}
-    everywhere = {**adapters, "lora_targets": "all-linear", "lora_rank": 64, "gradient_checkpointing": True}
+    everywhere = {**adapters, "trainable": "all", "lora_rank": 64, "gradient_checkpointing": True}
     cases: list[tuple[dict[str, Any], int, bool]] = [(adapters, 1024, False), (everywhere, 1024, False)]
     for measured, predicted in measured_and_predicted(SMOLLM2, cases):
         assert predicted == pytest.approx(measured, rel=0.15)
