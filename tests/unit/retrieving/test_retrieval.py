@@ -17,7 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_posenc import patch_model
-from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
+from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.evaluation.intervals import share_interval, student_quantile, wilson_interval
 from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
@@ -82,6 +83,19 @@ def test_the_needle_lies_where_it_is_asked_to(words: PreTrainedTokenizerFast) ->
             assert abs((position - head) - free * depth / 100) <= (0 if depth in (0, 100) else 32.5)
             before = words.decode(prompt.ids[head:position]).rstrip()
             assert depth in (0, 100) or before[-1] in ".!?\"')" or abs(position - head - free * depth / 100) <= 0.5
+
+
+def test_a_haystack_of_white_space_holds_the_needle_alone() -> None:
+    tokenizer = load_model(tiny_model_path())[1]
+    maker = PromptMaker(tokenizer, read_haystack(tokenizer, ["\n \n" * 2000]), "off")
+    ((prompt,), (other,)) = (maker.make("passkey", 400, depth, seed=3) for depth in (25, 75))
+    assert len(prompt.ids) + prompt.max_new_tokens == 400
+    (key,) = prompt.answers
+    assert tokenizer.decode(prompt.ids).count(key) == 2
+    assert len(tokenizer.decode(prompt.ids).split()) < 70  # needle, task and question
+    assert 140 < other.needle_places[0] - prompt.needle_places[0] < 200
+    with pytest.raises(ValueError, match="hold no text"):
+        read_haystack(tokenizer, [""])
 
 
 def test_a_prompt_begins_as_the_tokenizer_begins_a_text() -> None:
