@@ -25,11 +25,13 @@ def train(model: Any, folder: Path, **settings: Any) -> set[str]:
     return {name.split(".")[-2] for name, one in model.named_parameters() if not torch.equal(one, before[name])}
 
 
-def test_the_attention_alone_is_trained(tmp_path: Path, tiny_llama: Build) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_attention_alone_is_trained(checkpointing: bool, tmp_path: Path, tiny_llama: Build) -> None:
     model = tiny_llama()
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)  # of the caller's: it stays frozen
     first = model.model.layers[0].self_attn.q_proj.weight.clone()
-    assert train(model, tmp_path / "attention", trainable="attention") == ATTENTION
+    settings = {"trainable": "attention", "gradient_checkpointing": checkpointing}
+    assert train(model, tmp_path / "attention", **settings) == ATTENTION
     assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, first)
     assert [name for name, one in model.named_parameters() if not one.requires_grad] == [
         "model.layers.0.self_attn.q_proj.weight"
