@@ -297,9 +297,6 @@ _ALL = (
         values={
             "task_mix": ["kv=0.3", "needles=0.3", "retention=0.4"],
             "keep": 0.03,
-            # Where a model looks is what is to be learned. Other weights forget more than they learn: measured. The
-            # gradients of the few answers are clipped to about the size of those on the model's own texts.
-            **{"trainable": "attention", "max_grad_norm": 0.3},
             # Questions are near the end of a block: CREAM puts it at the end of the target, its last third or less.
             "position_schedule": "cream",
             **{"learning_rate": 2e-4, "lr_scheduler_type": "linear", "warmup_steps": 8, **_ADAM},
