@@ -196,7 +196,8 @@ def training_options(
         yield in_8_bits(STATES_8BIT, whole)
     yield from shared_out(whole, num_layers, gpus, unmasked)
     adapters = dataclasses.replace(run, lora=True)
-    on_4bit = dataclasses.replace(adapters, recipe="qlora", **_settings_on_4bit())
+    where = run.trainable or "attention"  # said, as the recipe says all
+    on_4bit = dataclasses.replace(adapters, recipe="qlora", trainable=where, **_settings_on_4bit())
     if not run.lora:
         yield (whole := option(LORA, adapters, seq_len))
         yield from shared_out(whole, num_layers, gpus, unmasked)
