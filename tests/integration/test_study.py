@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.checkpoint.manifest import MANIFEST
-from study import Questions, Row, Study, Texts, answers, select
+from hf_posenc.evaluation.records import append_line
+from report_records import make_retrieval_record
+from study import Questions, Row, Study, Texts, select
 
 ROWS = [
     Row("none"),
@@ -35,9 +39,7 @@ def test_a_row_is_trained_and_measured_once(tmp_path: Path, monkeypatch: pytest.
     assert [line.split(",")[0] for line in table] == ["name", *NAMES]
     assert len(set(table)) == 4  # no two rows have the same perplexity
     assert not (tmp_path / "empty.csv").exists()
-    assert [len(answers(questions.file, "passkey", name)[512]) for name in NAMES] == [2, 2, 2]
-    assert not any(map(questions.left, NAMES))
-    assert questions.left("another")
+    assert {name: len(asked) for (name, _, _), asked in questions.answered().items()} == dict.fromkeys(NAMES, 2)
 
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     for name in ("load_model", "finetune", "patched"):
@@ -55,3 +57,19 @@ def test_unknown_rows_are_refused() -> None:
     assert select(ROWS, None) == ROWS
     with pytest.raises(SystemExit, match=r"no such row: yarn\. Known: none, ntk, trained"):
         select(ROWS, ["yarn", "ntk"])
+
+
+def test_of_a_question_that_was_asked_again_the_last_answer_counts(tmp_path: Path) -> None:
+    """As after an upgrade of torch in the middle of a cell: records with other run keys are in the same file."""
+    questions = Questions(tmp_path / "questions.jsonl", ["passkey"], [512], 1, 2)
+
+    def write(question: int, right: bool) -> None:
+        facts: dict[str, Any] = {"label": "ntk", "questions_per_text": 2, "question": question}
+        record = make_retrieval_record("ntk", 512, None, 0, right, run_key=json.dumps([question, right]), **facts)
+        append_line(questions.file, record.to_json())
+
+    write(0, False)
+    assert questions.answered() == {}  # the other question is not answered yet
+    write(0, True)
+    write(1, True)
+    assert [one.score() for one in questions.answered()["ntk", "passkey", 512]] == [1, 1]
