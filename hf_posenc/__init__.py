@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_posenc.fitting.config import FitConfig
     from hf_posenc.fitting.fitting import FitResult, fit_method
     from hf_posenc.methods.registry import available_methods
-    from hf_posenc.patching.api import patch_model, patched, unpatch_model
+    from hf_posenc.patching.api import patch_model, patched, unpatch_model, unpatched
     from hf_posenc.patching.layouts import convert_layout
     from hf_posenc.patching.request import extend_config
     from hf_posenc.patching.verification import Verification
@@ -60,6 +60,7 @@ _MODULES = {
     "retrieval": "retrieving.measuring_retrieval",
     "save_extended": "publishing.saving",
     "unpatch_model": "patching.api",
+    "unpatched": "patching.api",
     "verify_model": "checkpoint.manifest",
 }
 
@@ -93,6 +94,7 @@ __all__ = [
     "retrieval",
     "save_extended",
     "unpatch_model",
+    "unpatched",
     "verify_model",
 ]
 

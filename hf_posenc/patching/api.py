@@ -300,8 +300,17 @@ def patch_as_described(
 def unpatched(model: ModelT) -> Iterator[ModelT]:
     """Take an extension out for the length of a ``with`` block, and put the same one in again.
 
+    Short texts are then read as before, bit for bit, where the extension changed no weights; of an adapter, also enter
+    PEFT's ``model.disable_adapter()``. Do not carry a KV cache into the block or out of it: its keys have one rule.
+
+    Args:
+        model: A patched model, or an adapter from ``load_extended``; changed in place.
+
+    Yields:
+        The same model.
+
     Raises:
-        ValueError: The model is not patched.
+        ValueError: The model is not patched, or was saved with a static method and loaded so.
     """
     rotary = RotaryModel(model)
     record: PatchRecord | None = rotary.record

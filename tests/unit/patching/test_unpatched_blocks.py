@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model
+from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, unpatched
 from hf_posenc.checkpoint.manifest import read_manifest
-from hf_posenc.patching.api import unpatched
 from tiny_models import logits, make_model, token_ids
 
 IDS = token_ids(100)
@@ -24,6 +24,23 @@ def test_a_block_of_unpatched_keeps_the_name_of_the_base_model(tmp_path: Path) -
         assert describe(loaded)["method"] == "none"
     save_extended(loaded, tmp_path / "second")
     assert (read_manifest(tmp_path / "second") or {})["base_model"] == "org/base"
+
+
+def test_an_adapter_answers_short_texts_as_the_base_model(tmp_path: Path) -> None:
+    make_model("Llama").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    extended = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    patch_model(extended, "yarn", 4)
+    settings = LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    save_extended(get_peft_model(extended, settings), tmp_path / "adapter")
+    model = load_extended(tmp_path / "adapter")
+    before = logits(model, IDS)
+    assert (before - logits(base, IDS)).abs().max() > 1e-3
+    with unpatched(model):
+        assert not torch.equal(logits(model, IDS), logits(base, IDS))  # the rule is out, the adapter is not
+        with model.disable_adapter():
+            assert torch.equal(logits(model, IDS), logits(base, IDS))
+    assert torch.equal(logits(model, IDS), before)
 
 
 def test_a_block_of_unpatched_keeps_what_an_encoding_learned() -> None:
