@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -33,6 +33,7 @@ from hf_posenc.checkpoint.extended import peft_renamed_attribute
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.evaluation.memory import return_free_memory
+from hf_posenc.evaluation.model_facts import hash_json
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.recording import OwnAttention
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 _SEPARATE = ("q_proj", "k_proj")
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv")
 TOKENS_IN_PIECES = 4096  # of a step that takes every query of some pieces
+_OF_SHORT_TEXTS = ("short_steps", "short_rate")  # settings of what is done after the layers are fitted
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,6 @@ class LayerMatching:
         self.student, self.config, self.original, self.folder = student, config, original, folder
         self.num_texts, self.piece, self.seed = num_texts, max(2, original // 4), seed
         self.positions: torch.Tensor | None = None
-        self.errors: dict[int, tuple[float, float]] = {}
         self._teachers = {layer: attention_of(layer) for layer in text_layers(rotary)}
         self._output: torch.Tensor | None = None  # of the teacher's attention, (batch, length, heads, head_dim)
         self._projection: nn.Linear | None = None  # W_o, where it gets that output as it is
@@ -217,16 +218,10 @@ class LayerMatching:
         if self._rows is not None or self._output is None:
             return
         wanted, self._output = self._output, None
-        index: Any = module.layer_idx
-        file = self.folder / f"adapter-layer-{index:03d}.safetensors"
-        weights = {name: weight for name, weight in module.named_parameters() if "lora_" in name}
-        if file.is_file():  # fitted before the run was stopped
-            kept = load_file(file)
-            self.errors[index] = (float(kept["errors"][0]), float(kept["errors"][1]))
-            for name, weight in weights.items():
-                weight.data.copy_(kept[name])
+        if (file := _file_of(module, self.folder)).is_file():  # fitted before the run was stopped
             return
-        generator = torch.Generator().manual_seed(self.seed + 1000 * index)
+        weights = _changes(module)
+        generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
         errors = []
         optimizer = torch.optim.Adam(weights.values(), self.config.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, self.config.steps)
@@ -248,8 +243,8 @@ class LayerMatching:
         self._rows = None
         few = max(1, min(2 * len(wanted), len(errors) // 4))
         again = (len(errors) - few) // (4 * len(wanted)) * 4 * len(wanted)  # the last steps on the same parts
-        self.errors[index] = (sum(errors[:few]) / few, sum(errors[again : again + few]) / few)
-        write_tensors({**weights, "errors": torch.tensor(self.errors[index], dtype=torch.float64)}, file)
+        found = sum(errors[:few]) / few, sum(errors[again : again + few]) / few
+        write_tensors({**weights, "errors": torch.tensor(found, dtype=torch.float64)}, file)
         return_free_memory()
 
     def _draw(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,6 +292,22 @@ class LayerMatching:
             pairs.append(tuple(states.flatten(1) @ weight.T for states in pairs[0]))  # type: ignore[arg-type]  # two
         errors = [(found - right).square().sum() / right.square().sum() for found, right in pairs]
         return torch.stack(errors).mean()
+
+
+def _changes(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: weight for name, weight in layer.named_parameters() if "lora_" in name}
+
+
+def _file_of(layer: Any, folder: Path) -> Path:
+    return folder / f"adapter-layer-{layer.layer_idx:03d}.safetensors"
+
+
+def _restore(layer: nn.Module, folder: Path) -> tuple[float, float]:
+    """Give a layer the changes that were fitted; return its errors."""
+    kept = load_file(_file_of(layer, folder))
+    for name, weight in _changes(layer).items():
+        weight.data.copy_(kept[name])
+    return float(kept["errors"][0]), float(kept["errors"][1])
 
 
 @contextmanager
@@ -371,6 +382,8 @@ def adapt(
 ) -> Adapter:
     """Fit the changes of all layers in one forward of the teacher, then together; the model is left as it was.
 
+    Layers that were fitted before, for other settings of the steps on short texts too, are not fitted again.
+
     Args:
         rotary: The model, not extended.
         texts: int64 ``(num_tokens,)`` each, of one length.
@@ -381,12 +394,13 @@ def adapt(
         original: The original length, in tokens.
         seed: Of everything random.
         folder: Where the layers that are fitted are kept, so that a stopped run goes on.
-        identity: What the changes depend on; files of another one are not read.
+        identity: What the changes depend on besides the settings; files of another one are not read.
         show_progress: Whether to show it.
     """
     from peft import get_peft_model_state_dict
 
-    folder = folder / f"adapter-{identity}"
+    of_layers = {name: value for name, value in vars(config).items() if name not in _OF_SHORT_TEXTS}
+    folder = folder / f"adapter-{hash_json([identity, of_layers])}"
     folder.mkdir(parents=True, exist_ok=True)
     modules = projections(rotary)
     began = time.perf_counter()
@@ -394,28 +408,41 @@ def adapt(
         torch.manual_seed(seed)
         wrapped = _wrapped(rotary.model, config.rank, modules)
     try:
-        with teacher, ExitStack() as hooks:
-            matching = LayerMatching(rotary, student, config, len(texts), original, seed, folder)
-            layers = {layer: (matching, layer_kind(layer, rotary.text_config)) for layer in text_layers(rotary)}
-            ids = torch.stack([*texts, *texts]).to(rotary.device)
-            matching.positions = torch.arange(ids.shape[1], device=rotary.device)[None]
-            fitted = extended_layers(rotary)
-            bar = Progress("adapt", len(fitted), unit="layers", shown=show_progress)
-            for layer in fitted:
-                linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-                handles = [linear.register_forward_pre_hook(matching.look_for_projection) for linear in linears]
-                handles.append(layer.register_forward_hook(matching.fit, with_kwargs=True))
-                handles.append(layer.register_forward_hook(lambda *args: bar.update()))
-                for handle in handles:
-                    hooks.callback(handle.remove)
-            with bar, torch.no_grad(), attending_by(rotary.text_configs, layers):
-                body = decoder_body(rotary.model)
-                body(input_ids=ids, position_ids=matching.positions, use_cache=False)
+        fitted = extended_layers(rotary)
+        if not all(_file_of(layer, folder).is_file() for layer in fitted):
+            with teacher:
+                matching = LayerMatching(rotary, student, config, len(texts), original, seed, folder)
+                _fit_layers(rotary, fitted, texts, matching, show_progress)
+        errors = tuple(_restore(layer, folder) for layer in fitted)
         match_short_texts(wrapped, texts, extended, config, original, seed, folder, show_progress)
         weights = {name: weight.cpu().clone() for name, weight in get_peft_model_state_dict(wrapped).items()}
     finally:
         wrapped.unload()
-    errors = tuple(matching.errors[index] for index in sorted(matching.errors))
     before, after = (sum(pair[which] for pair in errors) / len(errors) for which in (0, 1))
     logger.info("adapted: error %.4f -> %.4f in %.0f s", before, after, time.perf_counter() - began)
     return Adapter(config.rank, modules, weights, errors)
+
+
+@torch.no_grad()
+def _fit_layers(
+    rotary: RotaryModel,
+    fitted: Sequence[nn.Module],
+    texts: Sequence[torch.Tensor],
+    matching: LayerMatching,
+    show_progress: bool,
+) -> None:
+    """Fit layers in one forward of the model, extended by the teacher's rule."""
+    layers = {layer: (matching, layer_kind(layer, rotary.text_config)) for layer in text_layers(rotary)}
+    ids = torch.stack([*texts, *texts]).to(rotary.device)
+    matching.positions = torch.arange(ids.shape[1], device=rotary.device)[None]
+    bar = Progress("adapt", len(fitted), unit="layers", shown=show_progress)
+    with ExitStack() as hooks:
+        for layer in fitted:
+            linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+            handles = [linear.register_forward_pre_hook(matching.look_for_projection) for linear in linears]
+            handles.append(layer.register_forward_hook(matching.fit, with_kwargs=True))
+            handles.append(layer.register_forward_hook(lambda *args: bar.update()))
+            for handle in handles:
+                hooks.callback(handle.remove)
+        with bar, attending_by(rotary.text_configs, layers):
+            decoder_body(rotary.model)(input_ids=ids, position_ids=matching.positions, use_cache=False)

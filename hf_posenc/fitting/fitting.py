@@ -363,7 +363,7 @@ def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any]) -> 
         original=run.original,
         seed=config.seed,
         folder=run.folder,
-        identity=hash_json([facts, options, row, vars(settings)]),
+        identity=hash_json([facts, options, row]),
         show_progress=not config.hide_progress,
     )
     facts["adapted"] = {"modules": list(adapter.modules), **vars(settings)}

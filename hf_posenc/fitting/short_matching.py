@@ -62,7 +62,7 @@ def match_short_texts(
     body, device = decoder_body(model), model.device
     weights = [weight for name, weight in wrapped.named_parameters() if "lora_" in name]
     optimizer = torch.optim.Adam(weights, config.short_rate)
-    file = folder / "short-texts.safetensors"
+    file = folder / f"short-texts-{config.short_steps}-{config.short_rate:g}.safetensors"
     done = _load(file, weights, optimizer)
 
     def states(ids: torch.Tensor) -> torch.Tensor:

@@ -198,6 +198,22 @@ def test_a_run_stopped_in_the_steps_on_short_texts_goes_on(
         assert torch.equal(resumed.weights[name], weight), name
 
 
+def test_another_number_of_steps_on_short_texts_fits_no_layer_again(
+    fit: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny_model_path()), load_tiny()
+    fewer = {"steps": 40, "short_steps": 2}
+    first = fit_method(model, tokenizer, TEXTS, config(adapt_options=fewer), work_dir=tmp_path).adapter
+    monkeypatch.setattr(adapting, "LayerMatching", None)  # the teacher reads nothing either
+    again = fit_method(model, tokenizer, TEXTS, config(), work_dir=tmp_path).adapter
+    assert first is not None
+    assert again is not None
+    assert again.errors == first.errors == fit["result"].adapter.errors
+    for name, weight in fit["result"].adapter.weights.items():
+        assert torch.equal(again.weights[name], weight), name
+    assert any(not torch.equal(first.weights[name], weight) for name, weight in again.weights.items())
+
+
 def test_texts_in_pieces_are_read_as_the_unextended_model_reads_each_piece() -> None:
     model, ids = load_tiny(), token_ids(1000)[0]
     read: list[torch.Tensor] = []
