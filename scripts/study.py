@@ -206,7 +206,8 @@ def select(known: Sequence[Row], names: Sequence[str] | None) -> list[Row]:
 def passkeys_right(file: Path, length: int, label: str) -> str:
     """Return how many passkeys of a row were right at a length, given the prompt: ``2/3``, or nothing without any."""
     records = read_retrieval_records(file) if file.is_file() else []
-    scores = [record.score() for record in records if record.label == label and record.context_length == length]
+    cell = label, "passkey", length
+    scores = [one.score() for one in records if (one.label, one.task, one.context_length) == cell]
     return f"{scores.count(1.0)}/{len(scores)}" if scores else ""
 
 

@@ -38,7 +38,7 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.recording import OwnAttention
 from hf_posenc.fitting.rule_attention import RuleAttention, extended_layers, seen_keys
-from hf_posenc.fitting.short_matching import match_short_texts
+from hf_posenc.fitting.short_matching import low_rank_weights, match_short_texts
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_tensors
 
@@ -220,7 +220,7 @@ class LayerMatching:
         wanted, self._output = self._output, None
         if (file := _file_of(module, self.folder)).is_file():  # fitted before the run was stopped
             return
-        weights = _changes(module)
+        weights = low_rank_weights(module)
         generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
         errors = []
         optimizer = torch.optim.Adam(weights.values(), self.config.learning_rate)
@@ -294,10 +294,6 @@ class LayerMatching:
         return torch.stack(errors).mean()
 
 
-def _changes(layer: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: weight for name, weight in layer.named_parameters() if "lora_" in name}
-
-
 def _file_of(layer: Any, folder: Path) -> Path:
     return folder / f"adapter-layer-{layer.layer_idx:03d}.safetensors"
 
@@ -305,7 +301,7 @@ def _file_of(layer: Any, folder: Path) -> Path:
 def _restore(layer: nn.Module, folder: Path) -> tuple[float, float]:
     """Give a layer the changes that were fitted; return its errors."""
     kept = load_file(_file_of(layer, folder))
-    for name, weight in _changes(layer).items():
+    for name, weight in low_rank_weights(layer).items():
         weight.data.copy_(kept[name])
     return float(kept["errors"][0]), float(kept["errors"][1])
 

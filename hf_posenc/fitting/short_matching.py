@@ -60,9 +60,9 @@ def match_short_texts(
     """
     model = wrapped.get_base_model()
     body, device = decoder_body(model), model.device
-    weights = [weight for name, weight in wrapped.named_parameters() if "lora_" in name]
+    weights = list(low_rank_weights(wrapped).values())
     optimizer = torch.optim.Adam(weights, config.short_rate)
-    file = folder / f"short-texts-{config.short_steps}-{config.short_rate:g}.safetensors"
+    file = folder / f"short-texts-{config.short_steps}-{config.short_rate}.safetensors"
     done = _load(file, weights, optimizer)
 
     def states(ids: torch.Tensor) -> torch.Tensor:
@@ -90,6 +90,11 @@ def match_short_texts(
             bar.update()
             if (step + 1) % _SAVE_EVERY == 0 or step + 1 == config.short_steps:
                 _save(file, weights, optimizer, step + 1)
+
+
+def low_rank_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the factors of the low-rank changes inside a module, by name."""
+    return {name: weight for name, weight in module.named_parameters() if "lora_" in name}
 
 
 def divergence(model: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
