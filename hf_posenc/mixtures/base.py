@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.data.examples import ExampleTokenizer
-from hf_posenc.data.own_texts import OwnTexts
 from hf_posenc.data.packing import PackedDocuments
+from hf_posenc.data.retained_texts import RetainedTexts
 from hf_posenc.data.tokens import MaskedTokens, joined
 from hf_posenc.errors import InvalidRequestError, argument
 
@@ -35,14 +35,14 @@ class Material:
         documents: Token ids of each document that is trained on, int64 ``(num_tokens,)``, without EOS.
         packed: The same, one after the other, in blocks of the run's length.
         seed: Seed of everything random.
-        own_texts: What the model wrote before it was extended, if a kind needs it.
+        retained_texts: Short texts with what the model predicted there before it was extended, if a kind needs them.
     """
 
     tokenizer: PreTrainedTokenizerBase
     documents: Sequence[torch.Tensor]
     packed: PackedDocuments
     seed: int
-    own_texts: OwnTexts | None = None
+    retained_texts: RetainedTexts | None = None
 
     @property
     def seq_len(self) -> int:
@@ -90,14 +90,14 @@ class Kind(abc.ABC):
         counts_answers: Only the answers to questions count in the loss.
         reads_texts: It is made of free text, so that the documents must not be chats or prompts with answers.
         is_short: Its blocks are read as windows of the original length.
-        needs_own_texts: It is made of texts that the model wrote before it was extended.
+        needs_retained_texts: It is made of texts that the model read before it was extended.
     """
 
     name: ClassVar[str]
     counts_answers: ClassVar[bool] = False
     reads_texts: ClassVar[bool] = False
     is_short: ClassVar[bool] = False
-    needs_own_texts: ClassVar[bool] = False
+    needs_retained_texts: ClassVar[bool] = False
 
     def __init__(self, material: Material) -> None:
         """Prepare.

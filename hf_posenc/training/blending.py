@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.data.installed_texts import INSTALLED, pieces
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.intervals import Ratio, paired_interval
-from hf_posenc.training.writing_own_texts import own_texts
+from hf_posenc.training.retaining import retained_texts
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def short_texts(
         seed: Of the training, whose own texts are others.
     """
     length = min(original, LENGTH)
-    own = own_texts(model, tokenizer, PIECES * length, length, seed + 1)
+    own = retained_texts(model, tokenizer, PIECES * length, length, seed + 1)
     whole = [piece for text in held_out for piece in torch.split(text, length) if len(piece) == length]
     kinds = {
         "held-out documents": whole[:: max(1, len(whole) // PIECES)][:PIECES],

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.data.examples import ExampleTokenizer
-from hf_posenc.data.own_texts import OwnTexts
 from hf_posenc.data.packing import PackedDocuments, check_ids
+from hf_posenc.data.retained_texts import RetainedTexts
 from hf_posenc.data.tokens import MaskedTokens, Tokens, ids_of
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.mixtures import get_kind
@@ -85,7 +85,7 @@ def make_blocks(
     data: DataPlan,
     stage: StagePlan,
     vocab_size: int,
-    own: OwnTexts | None = None,
+    retained: RetainedTexts | None = None,
 ) -> TrainingBlocks:
     """Return the blocks that a stage is trained on.
 
@@ -95,7 +95,7 @@ def make_blocks(
         data: How blocks are made.
         stage: How long they are, how their positions run, and how many of them are read.
         vocab_size: Vocabulary size of the model.
-        own: Texts that it wrote, for kinds of data that need them.
+        retained: What the model predicted on short texts, for kinds of data that need it.
 
     Raises:
         ValueError: The texts are too short, or kinds of data (``task_mix``) do not suit them.
@@ -119,7 +119,7 @@ def make_blocks(
             f"{len(texts.train) - len(free_texts)} of {len(texts.train)} documents are chats or prompts with answers. "
             "Give texts, or leave these kinds out."
         )
-    material = Material(tokenizer, free_texts, packed, stage.seed, own)
+    material = Material(tokenizer, free_texts, packed, stage.seed, retained)
     makers = {name: get_kind(name)(material) for name in data.task_mix}
     return MixedBlocks(packed, positions, makers, data.task_mix, stage.max_steps, stage.blocks_per_step)
 

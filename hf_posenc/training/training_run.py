@@ -17,7 +17,8 @@ from hf_posenc.checkpoint.extended import save_checkpoint
 from hf_posenc.checkpoint.manifest import RESULTS, read_manifest
 from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
-from hf_posenc.data.own_texts import OwnTexts
+from hf_posenc.data.retained_texts import RetainedTexts
+from hf_posenc.data.tokens import Tokens, ids_of
 from hf_posenc.errors import HfPosencError, InvalidRequestError
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.lm_head import check_head
@@ -48,13 +49,13 @@ from hf_posenc.training.lora import (
     is_adapted,
     without_adapters,
 )
+from hf_posenc.training.retaining import retained_texts
 from hf_posenc.training.run_file import RUN_FILE, write_run
 from hf_posenc.training.run_folder import LOSS_LOG, open_run, read_log, resumable
 from hf_posenc.training.run_plan import RunPlan, StagePlan, naming_stage, plan_run
 from hf_posenc.training.train_log import LossLog
 from hf_posenc.training.trainer import train, training_arguments
 from hf_posenc.training.weights import trained_alone
-from hf_posenc.training.writing_own_texts import own_texts
 from hf_posenc.utils.processes import from_main
 
 logger = logging.getLogger(__name__)
@@ -230,26 +231,27 @@ class Run:
             if texts is None:
                 check_questions(plan.data, self.tokenizer)
                 texts = read_texts(self.tokenizer, documents, eval_documents, plan.data, vocab_size)
-                self._texts, own = texts.held_out, self._own_texts(rotary)
+                self._texts, retained = texts.held_out, self._retained_texts(rotary, texts.train)
                 if plan.keep is not None:
                     given = self._texts, plan.data.original_length, plan.stages[0].seed
                     with self._before_extension():
                         kinds = short_texts(rotary.model, self.tokenizer, *given)
                     self._short_texts = RetentionLimit(kinds, plan.keep)
             with naming_stage(stage.positions.target_length if len(plan.stages) > 1 else None):
-                blocks.insert(0, make_blocks(self.tokenizer, texts, plan.data, stage, vocab_size, own))
+                blocks.insert(0, make_blocks(self.tokenizer, texts, plan.data, stage, vocab_size, retained))
         self._blocks = blocks
 
-    def _own_texts(self, rotary: RotaryModel) -> OwnTexts | None:
-        """Return what the model writes without its extension, or with it where it was trained with that."""
+    def _retained_texts(self, rotary: RotaryModel, documents: Sequence[Tokens]) -> RetainedTexts | None:
+        """Return what the model predicts without its extension, or with it where it was trained with that."""
         plan = self.plan
-        shares = [share for name, share in (plan.data.task_mix or {}).items() if get_kind(name).needs_own_texts]
+        shares = [share for name, share in (plan.data.task_mix or {}).items() if get_kind(name).needs_retained_texts]
         if not shares:
             return None
         num_tokens = math.ceil(max(shares) * sum(stage.num_tokens for stage in plan.stages))
         length = min(plan.data.original_length, *(stage.seq_len for stage in plan.stages))
         with self._before_extension():
-            return own_texts(rotary.model, self.tokenizer, num_tokens, length, plan.stages[0].seed)
+            given = num_tokens, length, plan.stages[0].seed, [ids_of(document) for document in documents]
+            return retained_texts(rotary.model, self.tokenizer, *given)
 
     @contextmanager
     def _before_extension(self) -> Iterator[None]:

@@ -17,8 +17,8 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import read_records
 from hf_posenc.training import FinetuneConfig, blending, finetune
 from hf_posenc.training.blending import SHORT_TEXTS, next_share, set_share
+from hf_posenc.training.retaining import retained_texts
 from hf_posenc.training.run_file import read_run
-from hf_posenc.training.writing_own_texts import own_texts
 from tiny_runs import assert_same_run
 
 
@@ -120,7 +120,7 @@ def test_texts_of_the_machine_come_from_many_places() -> None:
 
 
 def test_so_much_of_a_training_is_kept_as_short_texts_allow(tmp_path: Path) -> None:
-    own = own_texts(*tiny(), 6 * 256, 256, seed=1).ids  # what the model with seed 0 is measured on
+    own = retained_texts(*tiny(), 6 * 256, 256, seed=1).ids  # what the model with seed 0 is measured on
     whole = run(tmp_path / "whole")
     kept = run(tmp_path / "kept", keep="1%")
     before, trained, blended = (perplexity_of(model, own) for model in (tiny()[0], whole.model, kept.model))

@@ -1,4 +1,4 @@
-"""Texts of the model's own, on which training keeps what it predicts: how they are made, and what they are worth."""
+"""Texts on which training keeps what the model predicts: how they are made, and what they are worth."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import patched
 from hf_posenc.assets import load_novel, tiny_model_path
-from hf_posenc.data.own_texts import LIKELY, OwnTexts
-from hf_posenc.training import FinetuneConfig, finetune, writing_own_texts
+from hf_posenc.data.retained_texts import LIKELY, RetainedTexts
+from hf_posenc.training import FinetuneConfig, finetune, retaining
 from hf_posenc.training.chunked_loss import chunked_causal_lm_loss, divergence_from_likely
+from hf_posenc.training.retaining import retained_texts
 from hf_posenc.training.run_folder import read_log
-from hf_posenc.training.writing_own_texts import own_texts
 from tiny_runs import assert_same_run, killed_at
 
 
@@ -52,7 +52,7 @@ def divergence(model: Any, texts: torch.Tensor) -> float:
 def test_the_model_writes_what_it_takes_for_likely(cache: Path) -> None:
     model, tokenizer = tiny()
     state = torch.random.get_rng_state()
-    texts = own_texts(model, tokenizer, 2000, 256, seed=0)
+    texts = retained_texts(model, tokenizer, 2000, 256, seed=0)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert texts.ids.shape == (8, 256)
     assert texts.likely_ids.shape == texts.likely_log_probs.shape == (8, 256, LIKELY)
@@ -67,28 +67,44 @@ def test_the_model_writes_what_it_takes_for_likely(cache: Path) -> None:
 
 def test_what_the_checkpoint_says_of_generation_changes_no_text() -> None:
     model, tokenizer = tiny()
-    settings = {"first": tokenizer.bos_token_id, "length": 40, "count": 2, "seed": 3, "likely": 4}
-    plain = writing_own_texts.written(model, settings)
-    model.generation_config.eos_token_id = int(plain.ids[0, 5])
+    settings = {"first": tokenizer.bos_token_id, "length": 40, "count": 2, "seed": 3}
+    plain = retaining.written(model, **settings)
+    model.generation_config.eos_token_id = int(plain[0, 5])
     model.generation_config.repetition_penalty = 5.0
     given = model.generation_config
-    assert torch.equal(writing_own_texts.written(model, settings).ids, plain.ids)
+    assert torch.equal(retaining.written(model, **settings), plain)
     assert model.generation_config is given
 
 
 def test_texts_are_written_once_for_each_model_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny()
     calls = []
-    write = writing_own_texts.written
-    monkeypatch.setattr(writing_own_texts, "written", lambda *args: calls.append(args) or write(*args))
-    first, again = (own_texts(model, tokenizer, 64, 32, seed=7) for _ in range(2))
+    write = retaining.written
+    monkeypatch.setattr(retaining, "written", lambda *args: calls.append(args) or write(*args))
+    first, again = (retained_texts(model, tokenizer, 64, 32, seed=7) for _ in range(2))
     assert torch.equal(first.ids, again.ids)
     assert len(calls) <= 1
-    other = own_texts(model, tokenizer, 64, 32, seed=8)
+    other = retained_texts(model, tokenizer, 64, 32, seed=8)
     assert not torch.equal(first.ids, other.ids)
     model.lm_head.weight.data[0, 0] += 1
-    own_texts(model, tokenizer, 64, 32, seed=8)
+    retained_texts(model, tokenizer, 64, 32, seed=8)
     assert len(calls) >= 2
+
+
+def test_half_of_the_texts_are_pieces_of_documents_that_are_long_enough() -> None:
+    model, tokenizer = tiny()
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(model.vocab_size, (size,), generator=generator) for size in (31, 70, 64)]
+    texts = retained_texts(model, tokenizer, 6 * 32, 32, 0, documents)
+    pieces = {tuple(piece.tolist()) for text in documents for piece in torch.split(text, 32) if len(piece) == 32}
+    read = [tuple(row.tolist()) in pieces for row in texts.ids]
+    assert read == [True] * 3 + [False] * 3
+    assert len({tuple(row.tolist()) for row in texts.ids}) == 6
+    with torch.no_grad():
+        found = model(texts.ids).logits.log_softmax(-1).topk(LIKELY)
+    torch.testing.assert_close(texts.likely_log_probs, found.values, rtol=0, atol=1e-4)
+    few = retained_texts(model, tokenizer, 12 * 32, 32, 0, documents).ids
+    assert [tuple(row.tolist()) in pieces for row in few] == [True] * 4 + [False] * 8
 
 
 def test_the_divergence_takes_all_other_tokens_together() -> None:
@@ -107,7 +123,7 @@ def test_the_divergence_takes_all_other_tokens_together() -> None:
 
 def test_the_loss_in_chunks_is_the_mean_divergence_of_the_rows_that_count() -> None:
     model, tokenizer = tiny()
-    texts = own_texts(model, tokenizer, 2000, 256, seed=0)
+    texts = retained_texts(model, tokenizer, 2000, 256, seed=0)
     ids = texts.ids[:2, :100]
     labels = ids.clone()
     labels[:, :50] = -100
@@ -122,7 +138,7 @@ def test_the_loss_in_chunks_is_the_mean_divergence_of_the_rows_that_count() -> N
 
 
 def test_training_with_retention_keeps_more_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
-    held_out = own_texts(*tiny(), 1024, 256, seed=99).ids
+    held_out = retained_texts(*tiny(), 1024, 256, seed=99).ids
     without = run(tmp_path / "without", ["kv=1"])
     result = run(tmp_path / "with", ["kv=0.5", "retention=0.5"])
     kept, lost = (divergence(each.model, held_out) for each in (result, without))
@@ -137,9 +153,9 @@ def test_training_with_retention_keeps_more_and_a_resumed_run_is_the_same(tmp_pa
 
 
 def test_a_file_holds_what_was_saved(tmp_path: Path) -> None:
-    texts = OwnTexts(torch.arange(6).view(2, 3), torch.arange(12).view(2, 3, 2), torch.randn(2, 3, 2))
+    texts = RetainedTexts(torch.arange(6).view(2, 3), torch.arange(12).view(2, 3, 2), torch.randn(2, 3, 2))
     texts.save(tmp_path / "cache/texts.safetensors")
-    for name, value in vars(OwnTexts.load(tmp_path / "cache/texts.safetensors")).items():
+    for name, value in vars(RetainedTexts.load(tmp_path / "cache/texts.safetensors")).items():
         assert torch.equal(value, getattr(texts, name)), name
 
 

@@ -1,4 +1,4 @@
-"""Texts that a model wrote, with what it took for likely at each token: what it is to go on doing on short texts."""
+"""Short texts with what a model took for likely at each of their tokens: what it is to go on doing there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 @dataclass(frozen=True)
-class OwnTexts:
+class RetainedTexts:
     """Texts of one length, and the model's distributions of the next token after each of their tokens.
 
     Attributes:
@@ -51,7 +51,7 @@ class OwnTexts:
         write_tensors({**vars(self), "likely_ids": self.likely_ids.int()}, file)
 
     @classmethod
-    def load(cls, file: Path) -> OwnTexts:
+    def load(cls, file: Path) -> RetainedTexts:
         """Read what ``save`` wrote."""
         tensors = load_file(file)
         return cls(tensors["ids"], tensors["likely_ids"].long(), tensors["likely_log_probs"])

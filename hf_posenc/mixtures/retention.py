@@ -1,4 +1,4 @@
-"""Texts that the model wrote before it was extended, on which it is to predict what it predicted then."""
+"""Short texts on which the model is to predict what it predicted before it was extended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from hf_posenc.data.own_texts import OwnTexts, first_token
+from hf_posenc.data.retained_texts import RetainedTexts, first_token
 from hf_posenc.data.tokens import MaskedTokens
 from hf_posenc.mixtures import register_kind
 from hf_posenc.mixtures.base import Kind, Material
@@ -15,15 +15,15 @@ from hf_posenc.mixtures.base import Kind, Material
 
 @register_kind
 class Retention(Kind):
-    """Short texts of the model's own, under its extension; the loss is the divergence from what it predicted before.
+    """Short texts, under the extension; the loss is the divergence from what the model predicted there before.
 
-    No token is a target, and no text of the user's is needed: the texts are what the model takes for likely. The loss
-    is that of learning without forgetting (Li and Hoiem 2016, arXiv:1606.09282, section 3).
+    Half of them are pieces of the documents, and half the model wrote itself: those are what it takes for likely. No
+    token is a target. The loss is that of learning without forgetting (Li and Hoiem 2016, arXiv:1606.09282, section 3).
     """
 
     name: ClassVar[str] = "retention"
     is_short: ClassVar[bool] = True
-    needs_own_texts: ClassVar[bool] = True
+    needs_retained_texts: ClassVar[bool] = True
 
     def __init__(self, material: Material) -> None:
         super().__init__(material)
@@ -36,9 +36,9 @@ class Retention(Kind):
         ]
 
     @property
-    def _texts(self) -> OwnTexts:
-        assert self.material.own_texts is not None  # without them blocks can only be counted
-        return self.material.own_texts
+    def _texts(self) -> RetainedTexts:
+        assert self.material.retained_texts is not None  # without them blocks can only be counted
+        return self.material.retained_texts
 
     def targets(self, index: int) -> Mapping[str, torch.Tensor]:
         texts, rows = self._texts, self._rows(index)
