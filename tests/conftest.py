@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
@@ -56,6 +57,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _texts_to_retain(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what models write for a training out of the user's cache; of one model and seed it is written once."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture

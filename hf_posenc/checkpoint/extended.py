@@ -47,7 +47,7 @@ from hf_posenc.patching.extension import mark_encoding
 from hf_posenc.patching.lengths import MARK
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import as_stored
-from hf_posenc.utils.files import writable_folder, write_whole
+from hf_posenc.utils.files import read_json, writable_folder, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ def raise_tokenizer_limit(folder: Path) -> None:
     file, manifest = folder / TOKENIZER_CONFIG, read_manifest(folder)
     if manifest is None or not file.is_file():
         return
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = read_json(file)
     limit = settings.get("model_max_length")
     if limit is not None and limit < manifest["context_length"]:
         settings["model_max_length"] = manifest["context_length"]
@@ -228,7 +228,7 @@ def _write_manifest(folder: Path, rotary: RotaryModel, manifest: dict[str, Any],
     if adapter:
         # PEFT itself warns of a key that it does not know, which is all that those without hf_posenc see.
         file, mark = folder / ADAPTER_CONFIG, {MARK: {key: manifest[key] for key in Extension.FACTS}}
-        fields = json.loads(file.read_text(encoding="utf-8")) | mark
+        fields = read_json(file) | mark
         write_whole(file, json.dumps(fields, indent=2, sort_keys=True) + "\n")
     elif (folder / CONFIG).is_file():  # a checkpoint of sharded training has none
         _rewrite_config(folder / CONFIG, rotary, manifest)
@@ -273,7 +273,7 @@ def _config_values(rotary: RotaryModel, manifest: dict[str, Any]) -> dict[str, A
 
 
 def _rewrite_config(file: Path, rotary: RotaryModel, manifest: dict[str, Any]) -> None:
-    saved = json.loads(file.read_text(encoding="utf-8"))
+    saved = read_json(file)
     config, text_config = rotary.model.config, rotary.text_config
     changed = _config_values(rotary, manifest)
     if text_config is config:
@@ -376,7 +376,7 @@ def _load_encoded(path: str | Path, folder: Path, manifest: dict[str, Any], kwar
 
 def _plain_config(file: Path, base: dict[str, Any]) -> PreTrainedConfig:
     """Return the config of a file with the base model's RoPE, before Transformers can meet a name it does not know."""
-    saved = json.loads(file.read_text(encoding="utf-8"))
+    saved = read_json(file)
     section = next((s for s in (saved, *saved.values()) if isinstance(s, dict) and "rope_parameters" in s), saved)
     for key in ("rope_scaling", "rope_theta", MARK):
         section.pop(key, None)

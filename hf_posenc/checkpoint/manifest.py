@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ def read_manifest(path: str | Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = read_json(file)
         newer = int(manifest["format"]) > FORMAT
         if not newer and (lacking := [key for key in _NEEDED if key not in manifest]):
             raise InvalidRequestError(f"it has no {', '.join(lacking)}")
@@ -148,7 +147,7 @@ def mark_from(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def mark_of(file: Path) -> dict[str, Any] | None:
     """Return the note on an extension in a config.json or adapter_config.json; None if none can be read."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
 import os
 import threading
@@ -219,11 +218,12 @@ def _names_extension(adapter: Any, kwargs: dict[str, Any]) -> bool:
     """
     from hf_posenc.checkpoint.pretrained import ADAPTER_CONFIG, folder_with
     from hf_posenc.patching.lengths import MARK
+    from hf_posenc.utils.files import read_json
 
     folder = folder_with(str(adapter), (ADAPTER_CONFIG,), kwargs)
     if Path(adapter).expanduser().exists() or folder is None:
         return folder is not None
-    return MARK in json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return MARK in read_json(folder / ADAPTER_CONFIG)
 
 
 def _say_applied(manifest: dict[str, Any], folder: Path) -> None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.families.refusals import Refusal
+from hf_posenc.utils.files import read_json
 
 FAMILIES_TABLE = Path(__file__).with_name("families.json")
 _EXCEPTIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("exceptions.toml").read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ def table_version() -> str:
 
 @cache
 def _families_table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(FAMILIES_TABLE.read_text(encoding="utf-8"))
+    table: dict[str, Any] = read_json(FAMILIES_TABLE)
     return table
 
 

@@ -21,7 +21,7 @@ from hf_posenc.attention.installation import layer_kind, text_layers
 from hf_posenc.attention.interface import attending_by, attention_of
 from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.utils.files import write_tensors, write_whole
+from hf_posenc.utils.files import read_json, write_tensors, write_whole
 
 RECORDED_QUERIES = 2048  # of each layer and text
 _DONE = "recording.json"
@@ -40,7 +40,7 @@ class Recording:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The settings of the recording, and the frequencies by which keys and queries come rotated."""
-        recorded: dict[str, Any] = json.loads((self.folder / _DONE).read_text(encoding="utf-8"))
+        recorded: dict[str, Any] = read_json(self.folder / _DONE)
         return recorded
 
     @cached_property

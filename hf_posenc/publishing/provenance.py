@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from huggingface_hub import hf_hub_download, metadata_load, try_to_load_from_cac
 
 from hf_posenc.checkpoint.manifest import CONFIG, MANIFEST
 from hf_posenc.data.reading import NOVEL, DocumentStream
+from hf_posenc.utils.files import read_json
 from hf_posenc.utils.hub import is_repo_id
 
 _CARD = "README.md"
@@ -100,7 +100,7 @@ def _made_from(folder: Path, card: dict[str, Any]) -> list[str]:
     said: list[Any] = []
     for file, key in ((MANIFEST, "base_model"), (CONFIG, "_name_or_path")):
         try:
-            said.append(json.loads((folder / file).read_text(encoding="utf-8")).get(key))
+            said.append(read_json(folder / file).get(key))
         except (OSError, ValueError, AttributeError):  # no such file, or it is damaged
             continue
     bases = card.get("base_model")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -23,11 +22,6 @@ from hf_posenc.training.step_plan import LoraSettings
 from tiny_runs import SEQ, Build, config, killed_at, losses, make_documents, make_tokenizer
 
 ONE_STEP = {"token_budget": 2 * SEQ, "eval_documents": 0, "learning_rate": 1e-6, "warmup_steps": 0}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

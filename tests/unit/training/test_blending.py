@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc.assets import load_novel, tiny_model_path
@@ -23,8 +22,7 @@ from tiny_runs import assert_same_run
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+def few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blending, "PIECES", 6)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 
 from hf_posenc import load_extended
 from hf_posenc.cli.main import main
@@ -142,7 +141,6 @@ def test_every_recipe_trains(
     tiny_llama: Build,
     tokenizer: Any,
     documents: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_llama()
     recipe = RECIPES[name]
@@ -156,7 +154,6 @@ def test_every_recipe_trains(
     given: dict[str, Any] = {"context_length": 256, "token_budget": 6 * 256, "save_steps": 100, "learning_rate": 1e-3}
     if name == "reach":  # a dialogue is longer than the 64 tokens that this model was trained on
         given["position_schedule"] = "full"
-        monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
     run = FinetuneConfig.from_recipe(name, output_dir=str(tmp_path / "run"), eval_documents=0, warmup_steps=0, **given)
     result = finetune(model, tokenizer, documents, run)
     logs = [line for path in sorted((tmp_path / "run").rglob("train_log.jsonl")) for line in read_log(path)]

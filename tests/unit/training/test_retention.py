@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import patched
@@ -18,13 +17,6 @@ from hf_posenc.training.chunked_loss import chunked_causal_lm_loss, divergence_f
 from hf_posenc.training.retaining import retained_texts
 from hf_posenc.training.run_folder import read_log
 from tiny_runs import assert_same_run, killed_at
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.getbasetemp() / "cache"  # one for all: the tiny model's texts are always the same
-    monkeypatch.setattr(constants, "HF_HOME", str(folder))
-    return folder
 
 
 def tiny() -> Any:
@@ -49,7 +41,7 @@ def divergence(model: Any, texts: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def test_the_model_writes_what_it_takes_for_likely(cache: Path) -> None:
+def test_the_model_writes_what_it_takes_for_likely() -> None:
     model, tokenizer = tiny()
     state = torch.random.get_rng_state()
     texts = retained_texts(model, tokenizer, 2000, 256, seed=0)
