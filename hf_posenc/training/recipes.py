@@ -292,8 +292,8 @@ _ALL = (
         paper="of hf_posenc, from Xiong et al. 2024, arXiv:2406.19292 (dictionaries, the loss on answers), Li and "
         "Hoiem 2016, arXiv:1606.09282 (what the model did before), Wortsman et al. 2022, arXiv:2109.01903 (a share of "
         "the training) and CREAM, arXiv:2406.07138 (positions); the rates are measured",
-        summary="For small budgets: answers to find far back and texts of the model's own; what short texts lose is "
-        "limited.",
+        summary="For small budgets: answers to find far back, and short texts on which the model predicts as before; "
+        "what those lose is limited.",
         values={
             "task_mix": ["kv=0.3", "needles=0.3", "retention=0.4"],
             "keep": 0.03,
