@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def read_manifest(path: str | Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        manifest: dict[str, Any] = read_json(file)
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         newer = int(manifest["format"]) > FORMAT
         if not newer and (lacking := [key for key in _NEEDED if key not in manifest]):
             raise InvalidRequestError(f"it has no {', '.join(lacking)}")

@@ -27,7 +27,6 @@ from hf_posenc.methods.registry import get_method
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.lengths import LENGTH_KEYS, limits_below
 from hf_posenc.spec import RopeSpec
-from hf_posenc.utils.files import read_json
 from hf_posenc.utils.units import size_name
 
 # The rope_type of rules that are a rope_theta and nothing else.
@@ -181,7 +180,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """
     if not (folder / CONFIG).is_file():
         raise MissingFileError(f"{str(folder)!r} has no {CONFIG}: the checkpoint is not whole. Save the model again.")
-    config: dict[str, Any] = read_json(folder / CONFIG)
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidRequestError(f"{folder / CONFIG} is damaged ({error}). Save the model again.") from error
     return config
 
 
