@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.data.installed_texts import INSTALLED, pieces
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.intervals import Ratio, paired_interval
-from hf_posenc.training.retaining import retained_texts
+from hf_posenc.training.retaining import retained_texts, whole_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def short_texts(
     """
     length = min(original, LENGTH)
     own = retained_texts(model, tokenizer, PIECES * length, length, seed + 1)
-    whole = [piece for text in held_out for piece in torch.split(text, length) if len(piece) == length]
+    whole = whole_pieces(held_out, length)
     kinds = {
         "held-out documents": whole[:: max(1, len(whole) // PIECES)][:PIECES],
         "the model's own texts": list(own.ids),

@@ -72,9 +72,14 @@ def retained_texts(
     return RetainedTexts.load(file)
 
 
+def whole_pieces(documents: Sequence[torch.Tensor], length: int) -> list[torch.Tensor]:
+    """Return documents cut into pieces of a length, without the shorter rest of each: int64 ``(length,)``."""
+    return [piece for text in documents for piece in torch.split(text, length) if len(piece) == length]
+
+
 def _pieces(documents: Sequence[torch.Tensor], length: int, count: int, seed: int) -> torch.Tensor:
     """Return pieces of the documents, drawn at random, that do not overlap: int64 ``(count, length)``, or fewer."""
-    whole = [piece for text in documents for piece in torch.split(text, length) if len(piece) == length]
+    whole = whole_pieces(documents, length)
     drawn = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))[:count]
     return torch.stack([whole[at] for at in drawn]) if len(drawn) else torch.empty(0, length, dtype=torch.long)
 
