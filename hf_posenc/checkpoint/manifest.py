@@ -184,8 +184,9 @@ def has_base_weights(source: str | Path) -> bool:
     if manifest_in_folder is None:
         return True
     manifest, folder = manifest_in_folder
-    adapted = (manifest.get("fitted_on") or {}).get("adapted")
-    return manifest["tokens_trained"] == 0 and (adapted is None or (folder / ADAPTER_CONFIG).is_file())
+    if (base := base_of_adapter(folder)) is not None:
+        return has_base_weights(base)
+    return manifest["tokens_trained"] == 0 and "adapted" not in (manifest.get("fitted_on") or {})
 
 
 def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class Run:
         model: What is trained, in place.
         tokenizer: The model's.
         tokens_trained: Tokens the model was fine-tuned on before.
-        is_base: Its weights are those of the base model, but for an adapter; None if it was not fine-tuned.
+        is_base: Its weights are those of the base model, but for an adapter; None: if it is one, or not fine-tuned.
         repository: What the trained model is pushed to; None for nothing. Only that of the first process is used.
 
     Attributes:
@@ -173,7 +173,7 @@ class Run:
         if isinstance(tokens_trained, bool) or not isinstance(tokens_trained, int) or tokens_trained < 0:
             raise InvalidRequestError(f"tokens_trained must be a whole number >= 0, got {tokens_trained!r}.")
         self.plan, self.model, self.tokenizer, self.tokens_trained = plan, model, tokenizer, tokens_trained
-        self._is_base = not tokens_trained if is_base is None else is_base
+        self._is_base = (is_adapted(model) or not tokens_trained) if is_base is None else is_base
         self._repository = repository
         self._stages: list[TrainedStage] = []
         self._unextended: list[Record] = []

@@ -116,7 +116,8 @@ def test_an_adapter_is_trained_on_and_the_run_goes_on(adapter: Path, tmp_path: P
     assert torch.equal(one, other)
 
 
-def test_the_base_model_is_what_is_retained(adapter: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [0, 7])
+def test_the_base_model_is_what_is_retained(before: int, adapter: Path, tmp_path: Path) -> None:
     """Not the model without its extension and with the adapter, which nobody uses."""
     held_out = make_documents()[:2]
     pieces = [piece for text in held_out for piece in text.split(64) if len(piece) == 64]
@@ -126,7 +127,8 @@ def test_the_base_model_is_what_is_retained(adapter: Path, tmp_path: Path) -> No
         return float(torch.stack([model.eval()(piece[None], labels=piece[None]).loss for piece in pieces]).mean().exp())
 
     settings = config(tmp_path / "run", **{**ONE_STEP, "keep": 0.5, "eval_documents": 6, "eval_lengths": [64]})
-    result = finetune(load_extended(adapter), make_tokenizer(), make_documents(), settings, eval_documents=held_out)
+    given = load_extended(adapter), make_tokenizer(), make_documents(), settings
+    result = finetune(*given, eval_documents=held_out, tokens_trained=before)
     by_hand = perplexity(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     found = [one for one in read_records(tmp_path / "run" / SHORT_TEXTS) if one.label == "held-out documents"]
     perplexities = {one.method: one.perplexity for one in found}
@@ -151,14 +153,13 @@ def test_a_disabled_adapter_does_not_count(adapter: Path, tmp_path: Path) -> Non
 
 def test_whose_weights_are_those_of_the_base(adapter: Path, tmp_path: Path) -> None:
     facts = {"adapted": {"rank": 3}, "context_length": SEQ}
+    trained_adapter = save_extended(load_extended(adapter), tmp_path / "trained-adapter", tokens_trained=7)
     whole = save_extended(load_extended(adapter).merge_and_unload(), tmp_path / "merged", fitted_on=facts)
-    trained = save_extended(load_extended(tmp_path / "merged"), tmp_path / "trained", tokens_trained=7)
-    assert [has_base_weights(folder) for folder in (tmp_path / "base", adapter, whole, trained)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    trained = save_extended(load_extended(whole), tmp_path / "trained", tokens_trained=7)
+    on_trained = get_peft_model(load_extended(trained), LoraConfig(r=2, target_modules=["q_proj"]))
+    of_trained = save_extended(on_trained, tmp_path / "adapter-of-trained", tokens_trained=9)
+    assert all(has_base_weights(folder) for folder in (tmp_path / "base", adapter, trained_adapter))
+    assert not any(has_base_weights(folder) for folder in (whole, trained, of_trained))
 
 
 def test_a_smaller_adapter_is_refused(adapter: Path, tmp_path: Path) -> None:
