@@ -221,6 +221,12 @@ def _training_rows(
     return hidden[0][:, border:]
 
 
+def shares_sequences(trainer: Trainer) -> bool:
+    """Return whether each process has a part of every block (context or sequence parallelism)."""
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    return parallel is not None and (parallel.cp_enabled or parallel.sp_enabled)
+
+
 @torch.no_grad()
 def check_positions_arrive(trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> None:
     """Raise if position_ids make no difference to the loss: something around the model drops them.
@@ -236,8 +242,7 @@ def check_positions_arrive(trainer: Trainer, model: nn.Module, inputs: dict[str,
     Raises:
         RuntimeError: They do not arrive.
     """
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+    if shares_sequences(trainer):
         return  # one device may not hold a whole block
     block = {name: value[:1] for name, value in trainer._prepare_inputs(inputs).items()}
     positions = block["position_ids"]

@@ -39,6 +39,7 @@ from hf_posenc.training.start_checks import (
     check_positions_arrive,
     expected_first_loss,
     probe_isolation,
+    shares_sequences,
     tolerance_of,
 )
 from hf_posenc.training.train_log import ADVICE_NOT_FINITE, Console
@@ -120,6 +121,7 @@ def train(
                 shards_weights=plan.shards_weights,
             )
             trainer.logs_tokens_in_loss = blocks.kinds is not None
+            trainer.attends_within_rows = stage.group is None and not shares_sequences(trainer)
             if not args.disable_tqdm:
                 trainer.remove_callback(ProgressCallback)
                 trainer.add_callback(console)
@@ -153,9 +155,11 @@ class LongTrainer(Trainer):
 
     Attributes:
         logs_tokens_in_loss: With the loss of a step, log how many tokens it is the mean of.
+        attends_within_rows: Each process has whole rows, and a row of any length can be attended in.
     """
 
     logs_tokens_in_loss = False
+    attends_within_rows = False
     _positions_arrived = False
 
     def __init__(self, *args: Any, mark: Callable[[Path, int], None], shards_weights: bool, **kwargs: Any) -> None:
@@ -191,6 +195,8 @@ class LongTrainer(Trainer):
         if not self._positions_arrived:
             check_positions_arrive(self, model, inputs)
             self._positions_arrived = True
+        if self.attends_within_rows and "likely_ids" in inputs:
+            inputs = one_text_a_row(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 
@@ -273,6 +279,21 @@ class LongTrainer(Trainer):
                     values[key] = shard_like(value, parameters[index])
         optimizer.load_state_dict(state)
         scheduler.load_state_dict(torch.load(file.with_name(SCHEDULER_NAME), weights_only=True))
+
+
+def one_text_a_row(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return blocks of packed texts as a batch with one text in each row, if all texts have one length.
+
+    Packed, attention costs as much as for one long text, however many of them see nothing of each other.
+
+    Args:
+        inputs: Tensors ``(batch, seq_len, ...)``, ``position_ids`` among them, which are 0 where a text begins.
+    """
+    starts = (inputs["position_ids"] == 0).flatten().nonzero().flatten().tolist()
+    length = inputs["position_ids"].numel() // len(starts)
+    if starts != list(range(0, length * len(starts), length)):
+        return dict(inputs)
+    return {name: value.reshape(len(starts), length, *value.shape[2:]) for name, value in inputs.items()}
 
 
 @torch.no_grad()

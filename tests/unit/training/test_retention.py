@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_posenc import patched
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.data.retained_texts import LIKELY, RetainedTexts
+from hf_posenc.data.tokens import IGNORED
 from hf_posenc.training import FinetuneConfig, finetune, retaining
-from hf_posenc.training.chunked_loss import chunked_causal_lm_loss, divergence_from_likely
+from hf_posenc.training.chunked_loss import chunked_causal_lm_loss, chunked_lm_loss, divergence_from_likely
 from hf_posenc.training.retaining import retained_texts
 from hf_posenc.training.run_folder import read_log
+from hf_posenc.training.trainer import one_text_a_row
 from tiny_runs import assert_same_run, killed_at
 
 
@@ -157,3 +159,30 @@ def test_a_tokenizer_without_ends_is_refused_before_the_weights(tmp_path: Path) 
     config = FinetuneConfig(str(tmp_path / "run"), task_mix=["retention=1"], context_length=512, eval_documents=0)
     with pytest.raises(ValueError, match="has no token that a text begins or ends with"):
         finetune(model, tokenizer, [load_novel("emma")[:60_000]], config)
+
+
+def test_texts_of_one_length_are_rows_of_a_batch() -> None:
+    model, tokenizer = tiny()
+    texts = retained_texts(model, tokenizer, 2000, 256, seed=0)
+    positions = torch.arange(256).repeat(3)[None]
+    model.float()
+    packed = {
+        "input_ids": texts.ids[:3].reshape(1, -1),
+        "position_ids": positions,
+        "labels": texts.ids[:3].reshape(1, -1).masked_fill(positions == 0, IGNORED),
+        "likely_ids": texts.likely_ids[:3].flatten(0, 1)[None],
+        "likely_log_probs": texts.likely_log_probs[:3].flatten(0, 1)[None],
+    }
+    rows = one_text_a_row(packed)
+    assert torch.equal(rows["input_ids"], texts.ids[:3])
+    assert torch.equal(rows["likely_ids"], texts.likely_ids[:3])
+    losses = []
+    with patched(model, "yarn", factor=2), chunked_lm_loss(model, 128):
+        for inputs in (packed, rows):
+            model.zero_grad()
+            losses.append(model(**inputs).loss)
+            losses[-1].backward()
+            losses.append(model.lm_head.weight.grad.clone())
+    torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-4, atol=1e-6)
+    shorter = {name: value[:, :-56] for name, value in packed.items()}
+    assert one_text_a_row(shorter)["input_ids"].shape == (1, 712)
