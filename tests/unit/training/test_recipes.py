@@ -35,10 +35,11 @@ PUBLISHED: dict[str, tuple[str | None, float, int, dict[str, Any]]] = {
     "progressive": ("yarn", 2e-5, 20, {"weight_decay": 0.0}),
     "drope": ("nope", 3e-4, 100, {}),
     "reach": (
-        *(None, 2e-4, 8),  # as docs/pages/results/reach.md was measured
+        *(None, 1e-3, 8),  # as docs/pages/results/reach.md was measured
         {
             "task_mix": ["kv=0.3", "needles=0.3", "retention=0.4"],
             "keep": 0.03,
+            **{"lora": True, "lora_rank": 64, "lora_alpha": 64, "lora_embeddings": False, "max_grad_norm": 0.1},
             **{"position_schedule": "cream", "lr_scheduler_type": "linear", "weight_decay": 0.0, "adam_beta2": 0.95},
         },
     ),
