@@ -115,8 +115,8 @@ class RetentionLimit:
         self._before = self._differences(found)
         if (cost := _worst(self._before)) > self.limit:
             logger.warning(
-                "the extension alone, before any training, costs %.1f %% on short texts, more than keep allows "
-                "(%.1f %%). To begin with less: hf-posenc fit, with --adapt and --save-adapter.",
+                "before this training the model costs %.1f %% on short texts already, more than keep allows (%.1f %%). "
+                "To begin with less: hf-posenc fit, with --adapt and --save-adapter.",
                 100 * cost,
                 100 * self.limit,
             )
