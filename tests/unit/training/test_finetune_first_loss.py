@@ -103,6 +103,22 @@ def test_frequencies_swapped_while_training(
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ([] if step == 1 else ["checkpoint-2"])
 
 
+def test_the_check_of_positions_keeps_nothing_for_gradients(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, with_gradients = Trainer.compute_loss, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        loss = compute(*args, **kwargs)
+        with_gradients.append(loss.requires_grad)
+        return loss
+
+    monkeypatch.setattr(Trainer, "compute_loss", noted)
+    finetune(tiny_llama(), tokenizer, documents, config(tmp_path, eval_documents=0))
+    assert with_gradients[:3] == [False, False, True]
+    assert all(with_gradients[2:])
+
+
 def positions_dropped(patch: pytest.MonkeyPatch) -> None:
     """A wrapper that hands on the names it knows."""
     compute = Trainer.compute_loss
