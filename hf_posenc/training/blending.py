@@ -101,17 +101,17 @@ class RetentionLimit:
         self.texts = {kind: list(of_kind) for kind, of_kind in texts.items() if len(of_kind)}
         self.limit = limit
 
-    def begin(self, model: Any, kept: AbstractContextManager[Any], **facts: Any) -> None:
+    def begin(self, model: Any, kept: AbstractContextManager[int], **facts: Any) -> None:
         """Measure the model that is to be kept, and the extended one before its training.
 
         Args:
             model: Extended, not trained.
-            kept: While it is open, the model is the one that is to be kept.
+            kept: While it is open, the model is the one that is to be kept; gives the tokens that it was trained on.
             **facts: For the records, and where they go, as ``perplexity`` takes them.
         """
         found = self._measure(model, **facts)
-        with kept:
-            self._kept = self._measure(model, **facts)
+        with kept as tokens_trained:
+            self._kept = self._measure(model, **{**facts, "tokens_trained": tokens_trained})
         self._before = self._differences(found)
         if (cost := _worst(self._before)) > self.limit:
             logger.warning(

@@ -254,14 +254,20 @@ class Run:
             return retained_texts(rotary.model, self.tokenizer, *given)
 
     @contextmanager
-    def _before_extension(self) -> Iterator[None]:
-        """While open, the model is what is to be retained: the base model, where it is that but for its extension."""
+    def _before_extension(self) -> Iterator[int]:
+        """While open, the model is what is to be retained: the base model, where it is that but for its extension.
+
+        Yields:
+            The tokens that it was trained on.
+        """
         with ExitStack() as stack:
             if self._is_extended_base():
                 stack.enter_context(unpatched(self.model))
                 if self._adapter_is_extension:
                     stack.enter_context(without_adapters(self.model))
-            yield
+                yield 0
+            else:
+                yield self.tokens_trained
 
     def _is_extended_base(self) -> bool:
         """Return whether the model is the base model but for its extension, which can be taken out.
@@ -303,7 +309,7 @@ class Run:
         from_main(lambda: write_run(plan.folder / RUN_FILE, plan.settings))
         if not self._stages:
             self._unextended = self._measure_unextended(args)
-            self._before = self._measure()
+            self._before = self._measure(self.tokens_trained)
             self._answers.append(self._ask())
             if self._short_texts is not None:
                 with self._same_random_numbers(args):
@@ -336,7 +342,7 @@ class Run:
             stage: That was trained last.
             is_new: It was trained now; a model that an earlier part of the run saved is kept.
         """
-        after = self._measure()
+        after = self._measure(self.tokens_trained)
         self._after += after
         self._answers.append(self._ask())
         log = from_main(lambda: read_log(stage.folder / LOSS_LOG))
@@ -423,8 +429,8 @@ class Run:
         """Measure the model as it is without its extension; nothing where that is not the base model any more."""
         if self.plan.data.eval_documents == 0 or not self._is_extended_base():
             return []
-        with self._same_random_numbers(args), self._before_extension():
-            return self._measure()
+        with self._same_random_numbers(args), self._before_extension() as tokens_trained:
+            return self._measure(tokens_trained)
 
     def _same_random_numbers(self, args: TrainingArguments) -> AbstractContextManager[Any]:
         """Return a context manager, after which random numbers are as before, so that the training depends on none."""
@@ -434,7 +440,7 @@ class Run:
         """Return where a measurement's records go, and whether its progress is shown: of the first process alone."""
         return {"output": self.plan.folder / name if self._is_main else None, "progress": self._is_main}
 
-    def _measure(self) -> list[Record]:
+    def _measure(self, tokens_trained: int) -> list[Record]:
         """Measure perplexity at the lengths that a held-out text reaches, and append it to the results.
 
         Texts are cut in pieces of the longest length, so that short lengths are scored on many texts too. Every process
@@ -462,7 +468,7 @@ class Run:
             cut=True,
             max_documents=data.eval_documents,
             logits_chunk=self.plan.step.logits_chunk,
-            tokens_trained=self.tokens_trained,
+            tokens_trained=tokens_trained,
             **self._to(RESULTS),
         )
 

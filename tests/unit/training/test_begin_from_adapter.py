@@ -132,6 +132,8 @@ def test_the_base_model_is_what_is_retained(before: int, adapter: Path, tmp_path
     by_hand = perplexity(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     found = [one for one in read_records(tmp_path / "run" / SHORT_TEXTS) if one.label == "held-out documents"]
     perplexities = {one.method: one.perplexity for one in found}
+    tokens = {(one.method, one.tokens_trained) for one in [*found, *result.records]}
+    assert tokens == {("none", 0), ("yarn", before), ("yarn", before + 2 * SEQ)}
     assert perplexities["none"] == pytest.approx(by_hand, rel=1e-5)
     assert perplexities["yarn"] == pytest.approx(perplexity(load_extended(adapter)), rel=1e-5)
     unextended = next(one for one in result.records if one.method == "none")
