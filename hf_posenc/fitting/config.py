@@ -291,6 +291,6 @@ class FitConfig:
                 f"{argument('adapt')} takes a {argument('teacher')} that leaves the model's frequencies alone, such as "
                 f"'dca', or none; got {self.teacher!r}."
             )
-        given = {"seeds": self.seeds != 1, "budget": self.budget is not None, "take_best": self.take_best}
+        given = {"budget": self.budget is not None, "take_best": self.take_best}
         if others := [argument(name) for name, is_given in given.items() if is_given]:
             raise InvalidRequestError(f"{argument('adapt')} cannot be used with {' and '.join(others)}: leave one out.")

@@ -67,7 +67,7 @@ class FitResult:
     Attributes:
         options: Those of the method ``fitted``: ``patch_model(model, "fitted", **result.options)``; with
             ``original_max_position_embeddings`` too if the settings had it.
-        verdict: Whether it is better than the compared rules; None where nothing was compared.
+        verdict: Whether it is better than the compared rules; None where nothing was measured.
         records: What was measured on the held-out texts, by the method of each row.
         numbers_found: How many numbers hidden in a held-out text were found, by the method of each row.
         steps: What each step measured.
@@ -130,10 +130,9 @@ def fit_method(
     with _folder(work_dir) as folder, evaluation_mode(rotary.model), _frozen(rotary.model):
         run = FitRun(rotary, tokenizer, texts, spec, rotation, config, folder, model_name, began)
         folder.mkdir(parents=True, exist_ok=True)
-        (options, steps, facts), *others = (_fit(run, config.seed + more) for more in range(config.seeds))
-        adapter = None if config.adapt_options is None else _adapted(run, options, facts)
+        (options, adapter, steps, facts), *others = (_fit(run, config.seed + more) for more in range(config.seeds))
         rows, left_out = measure_rows(run, options, adapter)
-        left_out += spread_of_seeds(run, rows, [numbers for numbers, _, _ in others])
+        left_out += spread_of_seeds(run, rows, [fit[:2] for fit in others])
         verdict = judge(rows) if rows else None
         numbers = find_numbers(run, rows, options, adapter)
     if verdict is not None and left_out:
@@ -292,7 +291,17 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[str, Any]]:
+def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], Adapter | None, list[Step], dict[str, Any]]:
+    """Return the rule as options, the changes of the weights if there are any, what the steps measured, and the facts.
+
+    Arguments as for ``_fit_rule``.
+    """
+    options, steps, facts = _fit_rule(run, seed)
+    adapter = None if run.config.adapt_options is None else _adapted(run, options, facts, seed)
+    return options, adapter, steps, facts
+
+
+def _fit_rule(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[str, Any]]:
     """Return the rule as options, what the steps measured, and what was fitted on.
 
     Args:
@@ -347,7 +356,7 @@ def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[str, 
     return run.options(list(numbers.divisors), numbers.attention_factor), descent.history, facts
 
 
-def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any]) -> Adapter:
+def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any], seed: int) -> Adapter:
     """Return the low-rank changes by which the model attends under the rule as its teacher; they are added to facts."""
     config = run.config
     settings = AdaptConfig.of(config.adapt_options or {})
@@ -361,7 +370,7 @@ def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any]) -> 
         lambda: run.extended(config.request("fitted", options)),
         settings,
         original=run.original,
-        seed=config.seed,
+        seed=seed,
         folder=run.folder,
         identity=hash_json([facts, options, row]),
         show_progress=not config.hide_progress,

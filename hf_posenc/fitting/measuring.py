@@ -104,20 +104,20 @@ def measure_rows(
 
 
 def spread_of_seeds(
-    run: FitRun, rows: Mapping[str, Sequence[Record]], others: Sequence[Mapping[str, Any]]
+    run: FitRun, rows: Mapping[str, Sequence[Record]], others: Sequence[tuple[Mapping[str, Any], Adapter | None]]
 ) -> list[str]:
     """Return in a sentence by how much fits with other seeds differ at the target length; empty if there are none.
 
     Args:
         run: The fit.
         rows: From ``measure_rows``.
-        others: The rules of the other seeds, as options of the method ``fitted``.
+        others: The rules of the other seeds, as options of the method ``fitted``, each with its changes of the weights.
     """
     if not rows or not others:
         return []
-    perplexities = [rows[FITTED][-1].perplexity]
-    for options in others:
-        with run.extended(run.config.request(FITTED, options)):
+    perplexities = [rows[ADAPTED if ADAPTED in rows else FITTED][-1].perplexity]
+    for options, adapter in others:
+        with run.extended(run.config.request(FITTED, options), adapter):
             [record] = perplexity(
                 run.rotary.model,
                 run.texts.held_out,

@@ -20,7 +20,7 @@ class Verdict:
 
     Attributes:
         better: Whether the fitted rule is better than every compared one at the target length; False if one of these
-            is better than it, None if they cannot be told apart.
+            is better than it, None if they cannot be told apart or none is compared.
         best: The method to take: ``"fitted"``, or the compared one that is better.
         lines: Why, in words.
     """
@@ -30,54 +30,51 @@ class Verdict:
     lines: tuple[str, ...]
 
 
-def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict | None:
+def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict:
     """Compare the fitted rule, or the adapted model if there is one, with the others by paired intervals.
 
     Args:
-        rows: The records of each row by its method; ``"none"`` is the unextended model, which need not reach the
-            target length.
-
-    Returns:
-        The verdict; None where no published rule was measured.
+        rows: The records of each row by its method, ``"fitted"`` among them; ``"none"`` is the unextended model, which
+            need not reach the target length.
     """
     by_length = {name: {record.context_length: record for record in records} for name, records in rows.items()}
-    subject = "the adapted model" if ADAPTED in rows else "the fitted rule"
     ours = by_length[ADAPTED if ADAPTED in rows else FITTED]
-    target = max(ours)
-    rivals = {name: interval for name, interval in by_length.items() if name not in (FITTED, ADAPTED, NO_METHOD)}
-    if not rivals:
-        return None
-    target_name = length_name(target)
-    ratios = {name: paired_interval(ours[target], interval[target]) for name, interval in rivals.items()}
-    lower = [name for name, ratio in ratios.items() if ratio.value > 1 and not ratio.is_tie]
-    best = max(lower or ratios, key=lambda name: ratios[name].value)  # of the lowest perplexity
-    ties = [name for name, ratio in ratios.items() if ratio.is_tie]
-    if lower:
-        better, lines = (
-            False,
-            [f"{best} is better than {subject} at {target_name}: {subject} has {ratios[best]}"],
-        )
-    elif ties:
-        better = None
-        differences = ", ".join(f"{ratios[name]} against {name}" for name in ties)
-        lines = [f"at {target_name} {subject} cannot be told apart from {', '.join(ties)}: {differences}"]
-    else:
-        better = True
-        lines = [
-            f"{subject} is better than every compared rule at {target_name}: {ratios[best]} against {best}, the next"
-        ]
-    for length in sorted(set(ours) - {target}):
-        name = min(rivals, key=lambda one: rivals[one][length].perplexity)
-        interval = paired_interval(ours[length], rivals[name][length])
-        lines.append(f"at {length_name(length)}: {_against(interval, name)}")
+    rivals = {name: found for name, found in by_length.items() if name not in (FITTED, ADAPTED, NO_METHOD)}
+    better, best, lines = _against_rivals(ours, rivals, "the adapted model" if ADAPTED in rows else "the fitted rule")
     unmodified = by_length.get(NO_METHOD, {})
-    costs = [(length, paired_interval(ours[length], unmodified[length])) for length in sorted(unmodified)]
-    if costs:
+    if costs := [(length, paired_interval(ours[length], unmodified[length])) for length in sorted(unmodified)]:
         lines.append(
             "cost against the unextended model: "
             + ", ".join(f"{cost} at {length_name(length)}" for length, cost in costs)
         )
-    return Verdict(better, best if better is False else FITTED, tuple(lines))
+    return Verdict(better, best, tuple(lines))
+
+
+def _against_rivals(
+    ours: Mapping[int, Record], rivals: Mapping[str, Mapping[int, Record]], subject: str
+) -> tuple[bool | None, str, list[str]]:
+    """Return the attributes of the verdict about published rules, whose records are given by length."""
+    if not rivals:
+        return None, FITTED, []
+    target = max(ours)
+    target_name = length_name(target)
+    ratios = {name: paired_interval(ours[target], found[target]) for name, found in rivals.items()}
+    lower = [name for name, ratio in ratios.items() if ratio.value > 1 and not ratio.is_tie]
+    best = max(lower or ratios, key=lambda name: ratios[name].value)  # of the lowest perplexity
+    ties = [name for name, ratio in ratios.items() if ratio.is_tie]
+    better = False if lower else None if ties else True
+    if lower:
+        line = f"{best} is better than {subject} at {target_name}: {subject} has {ratios[best]}"
+    elif ties:
+        differences = ", ".join(f"{ratios[name]} against {name}" for name in ties)
+        line = f"at {target_name} {subject} cannot be told apart from {', '.join(ties)}: {differences}"
+    else:
+        line = f"{subject} is better than every compared rule at {target_name}: {ratios[best]} against {best}, the next"
+    lines = [line]
+    for length in sorted(set(ours) - {target}):
+        name = min(rivals, key=lambda one: rivals[one][length].perplexity)
+        lines.append(f"at {length_name(length)}: {_against(paired_interval(ours[length], rivals[name][length]), name)}")
+    return better, best if lower else FITTED, lines
 
 
 def _against(ratio: Ratio, name: str) -> str:

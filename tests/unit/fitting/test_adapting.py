@@ -214,6 +214,20 @@ def test_another_number_of_steps_on_short_texts_fits_no_layer_again(
     assert any(not torch.equal(first.weights[name], weight) for name, weight in again.weights.items())
 
 
+def test_the_changes_of_each_seed_are_measured_with_its_own_rule() -> None:
+    """The perplexities that are said are those of fits with one seed."""
+
+    def fitted(**changes: Any) -> FitResult:
+        request = config(compare=["none"], adapt_options={"steps": 8, "short_steps": 1}, **changes)
+        return fit_method(load_tiny(), AutoTokenizer.from_pretrained(tiny_model_path()), TEXTS, request)
+
+    alone = [fitted(seed=seed).records["adapted"][-1].perplexity for seed in (3, 4)]
+    verdict = fitted(seed=3, seeds=2).verdict
+    assert f"{alone[0]:.2f}" != f"{alone[1]:.2f}"
+    assert verdict is not None
+    assert verdict.lines[-1].endswith(f": {alone[0]:.2f}, {alone[1]:.2f}")
+
+
 def test_texts_in_pieces_are_read_as_the_unextended_model_reads_each_piece() -> None:
     model, ids = load_tiny(), token_ids(1000)[0]
     read: list[torch.Tensor] = []
@@ -338,7 +352,7 @@ def test_the_unextended_model_is_a_teacher_within_its_length(fit: dict[str, Any]
         ({"start": "nowhere/rule.json"}, UnknownNameError, "'nowhere/rule.json'"),
         ({"start": "dca"}, InvalidRequestError, "'dca'"),
         ({"teacher": "yarn"}, InvalidRequestError, "'yarn'"),
-        ({"seeds": 2, "budget": 60.0}, InvalidRequestError, "seeds and .*budget"),
+        ({"take_best": True, "budget": 60.0}, InvalidRequestError, "budget and .*take_best"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], kind: type[Exception], values: str) -> None:
