@@ -20,7 +20,7 @@ from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.manifest import MANIFEST, tokens_trained
 from hf_posenc.evaluation import Record, read_records
 from hf_posenc.evaluation.documents import Document
-from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
+from hf_posenc.evaluation.records import read_retrieval_records
 from hf_posenc.retrieving.measuring_retrieval import retrieval
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.utils.files import write_whole
@@ -93,27 +93,14 @@ class Questions:
     questions: int
     documents: Sequence[str] | None = None
 
-    def left(self, name: str) -> list[tuple[str, int]]:
-        answered = self.answered()
-        cells = [(task, length) for length in self.lengths for task in self.tasks]
-        return [(task, length) for task, length in cells if (name, task, length) not in answered]
+    def left(self, name: str) -> bool:
+        wanted = len(self.tasks) * len(self.lengths) * self.samples * self.questions
+        records = read_retrieval_records(self.file) if self.file.is_file() else []
+        return len({(r.task, r.context_length, r.seed, r.question) for r in records if r.label == name}) < wanted
 
     def measure(self, model: Any, tokenizer: Any, facts: Mapping[str, Any]) -> None:
         asked: dict[str, Any] = {"samples": self.samples, "questions": self.questions, "documents": self.documents}
-        for task, length in self.left(facts["label"]):
-            retrieval(model, tokenizer, [task], [length], **asked, output=self.file, **facts)
-
-    def answered(self) -> dict[tuple[str, str, int], list[RetrievalRecord]]:
-        """Return the answers by row, task and length, where all questions were asked, and no others.
-
-        Of a question that was asked again, as by other versions of torch, the last answer counts.
-        """
-        found: dict[tuple[str, str, int], dict[tuple[int, int], RetrievalRecord]] = {}
-        for one in read_retrieval_records(self.file) if self.file.is_file() else []:
-            if one.seed < self.samples:
-                found.setdefault((one.label, one.task, one.context_length), {})[one.seed, one.question] = one
-        count = self.samples * self.questions
-        return {cell: list(asked.values()) for cell, asked in found.items() if len(asked) == count}
+        retrieval(model, tokenizer, self.tasks, self.lengths, **asked, output=self.file, **facts)
 
 
 class Study:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.checkpoint.manifest import MANIFEST
-from hf_posenc.evaluation.records import append_line
-from report_records import make_retrieval_record
+from hf_posenc.evaluation.records import read_retrieval_records
 from study import Questions, Row, Study, Texts, select
 
 ROWS = [
@@ -31,6 +28,7 @@ def test_a_row_is_trained_and_measured_once(tmp_path: Path, monkeypatch: pytest.
         return study, texts, Questions(tmp_path / "questions.jsonl", ["passkey"], [512], 1, 2, [novel])
 
     study, texts, questions = texts_and_questions()
+    assert all(one.left(name) for one in (texts, questions) for name in NAMES)
     for row in ROWS:
         study.run(row, texts, questions)
     study.write({"table": texts.lines(ROWS), "empty": []})
@@ -39,7 +37,8 @@ def test_a_row_is_trained_and_measured_once(tmp_path: Path, monkeypatch: pytest.
     assert [line.split(",")[0] for line in table] == ["name", *NAMES]
     assert len(set(table)) == 4  # no two rows have the same perplexity
     assert not (tmp_path / "empty.csv").exists()
-    assert {name: len(asked) for (name, _, _), asked in questions.answered().items()} == dict.fromkeys(NAMES, 2)
+    asked = [(record.label, record.question) for record in read_retrieval_records(questions.file)]
+    assert sorted(asked) == [(name, number) for name in NAMES for number in (0, 1)]
 
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     for name in ("load_model", "finetune", "patched"):
@@ -57,19 +56,3 @@ def test_unknown_rows_are_refused() -> None:
     assert select(ROWS, None) == ROWS
     with pytest.raises(SystemExit, match=r"no such row: yarn\. Known: none, ntk, trained"):
         select(ROWS, ["yarn", "ntk"])
-
-
-def test_of_a_question_that_was_asked_again_the_last_answer_counts(tmp_path: Path) -> None:
-    """As after an upgrade of torch in the middle of a cell: records with other run keys are in the same file."""
-    questions = Questions(tmp_path / "questions.jsonl", ["passkey"], [512], 1, 2)
-
-    def write(question: int, right: bool) -> None:
-        facts: dict[str, Any] = {"label": "ntk", "questions_per_text": 2, "question": question}
-        record = make_retrieval_record("ntk", 512, None, 0, right, run_key=json.dumps([question, right]), **facts)
-        append_line(questions.file, record.to_json())
-
-    write(0, False)
-    assert questions.answered() == {}  # the other question is not answered yet
-    write(0, True)
-    write(1, True)
-    assert [one.score() for one in questions.answered()["ntk", "passkey", 512]] == [1, 1]
