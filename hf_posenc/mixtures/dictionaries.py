@@ -41,8 +41,10 @@ class Dictionaries(Dialogues):
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
         longest = longest_mark(self.material.seq_len)
         # All forms before any entry, so that they are the same for another count, and with them the tokens of an entry.
-        draw_keys = rng.choice((names, titles, *2 * [Marks.of_any_form(rng, longest).several]))
-        mark = Marks.of_any_form(rng, longest).one
+        of_keys = Marks.of_any_form(rng, longest)
+        draw_keys = rng.choice((names, titles, *2 * [of_keys.several]))
+        # Values that look like keys, as often as not.
+        mark = rng.choice((of_keys, Marks.of_any_form(rng, longest))).one
         forms = rng.choice(((mark,), (mark, phrase, amount, date)))
         (heading, entry, between), (question, answer) = rng.choice(_LAYOUTS), rng.choice(_QUESTIONS)
         keys = draw_keys(rng, count)

@@ -29,6 +29,7 @@ _CURRENCIES = _words("crowns ducats florins guineas guilders shillings thalers")
 _MONTHS = _words("January February March April May June July August September October November December")
 # Digits twice, so that about half of what is drawn are digits.
 _LETTERS_AND_DIGITS = "abcdefghijkmnopqrstuvwxyz" + 2 * "0123456789"
+_HEXADECIMAL = "0123456789abcdef"  # of few characters, so that more of a mark has to be compared
 _LONGEST_MARK = 27  # letters and digits: about as many tokens as a UUID has
 _BETWEEN_GROUPS = "/_:+"  # no hyphen, as UUIDs have
 
@@ -89,7 +90,8 @@ class Marks:
             rng: What it is drawn from.
             longest: Letters and digits of a mark at most, 4 or more.
         """
-        characters = rng.choice((_LETTERS_AND_DIGITS, _LETTERS_AND_DIGITS.upper()))
+        characters = rng.choice((_LETTERS_AND_DIGITS, _HEXADECIMAL))
+        characters = rng.choice((characters, characters.upper()))
         size = rng.randint(2, min(5, longest // 2))
         return cls(characters, rng.choice(_BETWEEN_GROUPS), size, rng.randint(2, longest // size))
 

@@ -523,7 +523,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def words_in_a_row(text: str, number: int) -> set[tuple[str, ...]]:
-    words = re.findall(r"[a-z]+", text.lower())
+    words = re.findall(r"\b[a-z]+\b", text.lower())
     return {tuple(words[at : at + number]) for at in range(len(words) - number + 1)}
 
 
