@@ -24,7 +24,7 @@ from hf_posenc.utils.processes import from_main
 logger = logging.getLogger(__name__)
 
 LENGTH = 512  # tokens of a text
-MOST_TOKENS = 65_536  # of all texts: a run that reads more reads them again
+MOST_TOKENS = 262_144  # of all texts: a run that reads more reads them again
 _TOGETHER = 32  # texts that are written at a time
 
 
