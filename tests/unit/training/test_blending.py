@@ -33,7 +33,7 @@ def tiny() -> Any:
 
 def run(folder: Path, **changes: Any) -> Any:
     given: dict[str, Any] = {"method": "ntk", "factor": 1.001, "token_budget": 8 * 256, "seq_len": 256}
-    given |= {"learning_rate": 1e-3, "warmup_steps": 1, "eval_documents": 2, "eval_lengths": [256], "save_steps": 100}
+    given |= {"learning_rate": 5e-4, "warmup_steps": 1, "eval_documents": 2, "eval_lengths": [256], "save_steps": 100}
     given |= {"task_mix": ["kv=1"]}
     text = load_novel("emma")[:60_000]
     return finetune(*tiny(), [text], FinetuneConfig(str(folder), **{**given, **changes}))
@@ -170,7 +170,7 @@ def test_an_extension_that_costs_more_is_said_before_and_the_best_share_is_saved
     blend = result.blend
     assert not blend.is_within
     worst = {share: max(ratio.value for ratio in of.values()) for share, of in blend.differences.items()}
-    assert {0, 0.5, 1} < set(worst)
+    assert {0, 0.5, 1} <= set(worst)
     assert worst[blend.share] == min(worst.values()) < worst[0]
     assert "no share is" in caplog.text
 
