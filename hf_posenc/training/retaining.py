@@ -40,7 +40,7 @@ def retained_texts(
 
     Half of the texts are pieces of the documents, as far as those have so many; the model writes the others, each from
     its first token on, at temperature 1. They are kept in the cache folder of huggingface_hub (``HF_HOME``), and made
-    anew for other weights, settings or documents. In a distributed run the first process makes them.
+    anew for other weights, settings or documents, and in autocast. In a distributed run the first process makes them.
 
     Args:
         model: The model, whose distributions are to be retained.
@@ -57,6 +57,7 @@ def retained_texts(
     count = -(-min(num_tokens, MOST_TOKENS) // length)
     read = _pieces(documents, length, count // 2, seed)
     settings = {"first": first, "length": length, "count": count, "seed": seed, "likely": LIKELY, "read": read.tolist()}
+    settings |= {"autocast": torch.is_autocast_enabled(model.device.type)}
     identity = hash_json([hash_weights(model), settings, str(model.config.to_dict().get("rope_parameters"))])
     file = Path(constants.HF_HOME) / "hf_posenc" / f"retained-texts-{identity}.safetensors"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import patched
@@ -31,7 +32,7 @@ def run(folder: Path, task_mix: list[str], **changes: Any) -> Any:
     given |= {"eval_lengths": [128], "eval_documents": 1, "save_steps": 8, "task_mix": task_mix}
     model, tokenizer = tiny()
     return finetune(
-        model, tokenizer, [load_novel("emma")[:60_000]], FinetuneConfig(str(folder), **{**given, **changes})
+        model.float(), tokenizer, [load_novel("emma")[:60_000]], FinetuneConfig(str(folder), **{**given, **changes})
     )
 
 
@@ -83,6 +84,23 @@ def test_texts_are_written_once_for_each_model_and_seed(monkeypatch: pytest.Monk
     model.lm_head.weight.data[0, 0] += 1
     retained_texts(model, tokenizer, 64, 32, seed=8)
     assert len(calls) >= 2
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_texts_are_written_in_the_precision_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
+) -> None:
+    computed: list[torch.dtype] = []
+    write = retaining.written
+
+    def noted(model: Any, *args: Any) -> torch.Tensor:
+        computed.append(model(torch.tensor([[1]])).logits.dtype)
+        return write(model, *args)
+
+    monkeypatch.setattr(retaining, "written", noted)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
+    run(tmp_path / "run", ["retention=1"], bf16=bf16, token_budget=512)
+    assert computed == [torch.bfloat16 if bf16 else torch.float32]
 
 
 def test_half_of_the_texts_are_pieces_of_documents_that_are_long_enough() -> None:
