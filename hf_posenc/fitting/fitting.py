@@ -132,7 +132,7 @@ def fit_method(
         folder.mkdir(parents=True, exist_ok=True)
         (options, adapter, steps, facts), *others = (_fit(run, config.seed + more) for more in range(config.seeds))
         rows, left_out = measure_rows(run, options, adapter)
-        left_out += spread_of_seeds(run, rows, [fit[:2] for fit in others])
+        left_out += spread_of_seeds(run, rows, [(rule, changes) for rule, changes, *_ in others])
         verdict = judge(rows) if rows else None
         numbers = find_numbers(run, rows, options, adapter)
     if verdict is not None and left_out:

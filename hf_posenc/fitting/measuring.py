@@ -18,7 +18,7 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.fitting.adapting import Adapter
 from hf_posenc.fitting.hidden_numbers import MEASURED_BY, HiddenNumber, hide_numbers
 from hf_posenc.fitting.run import FitRun
-from hf_posenc.fitting.verdict import ADAPTED, FITTED
+from hf_posenc.fitting.verdict import ADAPTED, FITTED, judged_row
 from hf_posenc.patching.extension_config import NO_METHOD
 from hf_posenc.retrieving.scoring import Asked, replies
 from hf_posenc.utils.units import duration_name, length_name
@@ -115,7 +115,7 @@ def spread_of_seeds(
     """
     if not rows or not others:
         return []
-    perplexities = [rows[ADAPTED if ADAPTED in rows else FITTED][-1].perplexity]
+    perplexities = [rows[judged_row(rows)][-1].perplexity]
     for options, adapter in others:
         with run.extended(run.config.request(FITTED, options), adapter):
             [record] = perplexity(

@@ -56,8 +56,10 @@ def retained_texts(
     length, first = min(length, LENGTH), first_token(tokenizer)
     count = -(-min(num_tokens, MOST_TOKENS) // length)
     read = _pieces(documents, length, count // 2, seed)
-    settings = {"first": first, "length": length, "count": count, "seed": seed, "likely": LIKELY, "read": read.tolist()}
-    settings |= {"autocast": torch.is_autocast_enabled(model.device.type)}
+    settings = {
+        **{"first": first, "length": length, "count": count, "seed": seed, "likely": LIKELY, "read": read.tolist()},
+        "autocast": torch.is_autocast_enabled(model.device.type),
+    }
     identity = hash_json([hash_weights(model), settings, str(model.config.to_dict().get("rope_parameters"))])
     file = Path(constants.HF_HOME) / "hf_posenc" / f"retained-texts-{identity}.safetensors"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,9 @@ class StepPlan:
     lora: LoraSettings | None
     trainable: str
     logits_chunk: int
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
+        """Return a context manager, while which tensors on such devices are computed as in the step."""
+        import torch
+
+        return torch.autocast(device_type, torch.bfloat16) if self.bf16 else nullcontext()

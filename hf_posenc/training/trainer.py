@@ -93,7 +93,6 @@ def train(
 
     base = rotary.model
     use_cache = base.config.use_cache
-    autocast = torch.autocast(rotary.device.type, torch.bfloat16) if plan.step.bf16 else nullcontext()
     console = Console(plan.logging_steps, plan.shorter)
     began = time.perf_counter()
     sparse = nullcontext() if stage.group is None else shifted_sparse_attention(model, stage.group)
@@ -104,7 +103,7 @@ def train(
             training_kernels(rotary, flash=plan.flash),
             chunked_lm_loss(model, plan.step.logits_chunk),
         ):
-            with autocast:
+            with plan.step.autocast(rotary.device.type):
                 probe_isolation(rotary, args.train_batch_size, stage.positions, packed=not plan.data.one_document)
                 expected = None
                 if plan.checks_first_loss and checkpoint is None and not length_dependent_rope_types(base):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.checkpoint.manifest import MANIFEST
-from hf_posenc.evaluation.records import read_retrieval_records
-from study import Questions, Row, Study, Texts, select
+from hf_posenc.evaluation.records import append_line, read_retrieval_records
+from report_records import make_retrieval_record
+from study import Questions, Row, Study, Texts, passkeys_right, select
 
 ROWS = [
     Row("none"),
@@ -56,3 +59,20 @@ def test_unknown_rows_are_refused() -> None:
     assert select(ROWS, None) == ROWS
     with pytest.raises(SystemExit, match=r"no such row: yarn\. Known: none, ntk, trained"):
         select(ROWS, ["yarn", "ntk"])
+
+
+def test_of_a_question_that_was_asked_again_the_last_answer_counts(tmp_path: Path) -> None:
+    """As after an upgrade of torch in the middle of a cell: records with other run keys are in the same file."""
+    questions = Questions(tmp_path / "questions.jsonl", ["passkey"], [512], 1, 2)
+
+    def write(question: int, right: bool) -> None:
+        facts: dict[str, Any] = {"label": "ntk", "questions_per_text": 2, "question": question}
+        record = make_retrieval_record("ntk", 512, None, 0, right, run_key=json.dumps([question, right]), **facts)
+        append_line(questions.file, record.to_json())
+
+    write(0, False)
+    write(0, True)
+    assert questions.left("ntk")  # the other question is not answered yet
+    write(1, True)
+    assert not questions.left("ntk")
+    assert passkeys_right(questions.file, 512, "ntk") == "2/2"

@@ -523,7 +523,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def words_in_a_row(text: str, number: int) -> set[tuple[str, ...]]:
-    words = re.findall(r"\b[a-z]+\b", text.lower())
+    words = re.findall(r"[a-z]+", text.lower())
     return {tuple(words[at : at + number]) for at in range(len(words) - number + 1)}
 
 
@@ -549,7 +549,8 @@ def test_what_is_trained_on_is_not_what_is_asked() -> None:
                 trained += [*own, question.splitlines()[-1], answer]
                 trained += re.findall(rf"{HIDDEN} {NAME} [^.]*\.", question)
     shared = set().union(*(words_in_a_row(text, 4) for text in trained)) & in_tasks
-    assert shared == set()
+    # Hexadecimal digits between others, as in UUIDs, are no words.
+    assert {row for row in shared if re.search("[g-z]", "".join(row)) or max(map(len, row)) > 5} == set()
     # No word with a digit looks like one of a task: letters and digits are not in the same order.
     of_trained, of_asked = (set().union(*map(shapes, texts)) for texts in (trained, asked))
     assert {"99,999", "9999"} < of_trained
