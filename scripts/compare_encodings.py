@@ -14,22 +14,24 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_posenc import patch_model, patched, save_extended
+from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.evaluation import perplexity, read_records
+from hf_posenc.evaluation.records import read_retrieval_records
 from hf_posenc.planning.tracking import ALL, MemoryTracker
 from hf_posenc.reporting.looks import PLAIN, numbered_look
 from hf_posenc.reporting.plot import Chart, Line, draw_chart
 from hf_posenc.retrieving.measuring_retrieval import retrieval
 from hf_posenc.utils.files import write_whole
 from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer, unfinished_of
-from study import claim, passkeys_right
+from study import Row, Study, Texts
 
 ENCODINGS = ("rope", "xpos", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "nope")
 LENGTHS = (256, 512, 1024, 2048)
@@ -68,7 +70,6 @@ def main() -> None:
     parser.add_argument("--encodings", nargs="+", default=ENCODINGS, choices=ENCODINGS, help="only these")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    claim(args.output_dir, {"tokens": args.tokens, "seed": args.seed})
     began = time.perf_counter()
     comparison = Comparison(args.output_dir, args.tokens, args.seed)
     for name in args.encodings:
@@ -87,8 +88,14 @@ class Comparison:
     """The models of a comparison, in a folder each, and the file their numbers are in."""
 
     def __init__(self, folder: Path, tokens: int, seed: int) -> None:
-        self.folder, self.tokens, self.seed = folder, tokens, seed
-        self.results, self.costs = folder / "results.jsonl", folder / "costs.json"
+        self.folder, self.tokens, self.seed, self.costs = folder, tokens, seed, folder / "costs.json"
+        self.study = Study(folder, self.path("rope"), [], {"tokens": tokens, "seed": seed})
+        self.texts = Texts(
+            folder / "results.jsonl",
+            [load_novel(HELD_OUT_NOVEL)],
+            LENGTHS,
+            {"cut": True, "max_documents": 16, "progress": False},
+        )
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}-{self.tokens}-seed{self.seed}"
@@ -121,39 +128,22 @@ class Comparison:
 
     def measure(self, name: str) -> None:
         """Measure a model as it was trained; a learned table only up to its end."""
-        model, tokenizer = load_model(self.path(name))
-        lengths = tuple(length for length in LENGTHS if name != "learned" or length <= CONTEXT)
-        self._perplexity(model, tokenizer, name, lengths)
+        row = Row(name, model=self.path(name))
+        lengths = [length for length in LENGTHS if name != "learned" or length <= CONTEXT]
+        self.perplexity(row, lengths)
         selected = [length for length in PASSKEY_LENGTHS if length in lengths]
-        output = self.folder / f"passkey-{name}-seed{self.seed}.jsonl"
-        settings = {"depths": (0, 50, 100), "samples": 8, "output": output, "progress": False}
-        retrieval(model, tokenizer, ("passkey",), selected, label=name, model_name="tiny", **settings)
+        settings = {"depths": (0, 50, 100), "samples": 8, "output": self.passkey_file(name), "progress": False}
+        with self.study.ready(row) as (model, tokenizer, _):
+            retrieval(model, tokenizer, ("passkey",), selected, label=name, model_name="tiny", **settings)
 
     def extend(self) -> None:
         """Measure the extension methods on the model trained with RoPE, zero-shot."""
-        model, tokenizer = load_model(self.path("rope"))
         for method in EXTENSIONS:
-            with patched(model, method, 8):
-                self._perplexity(model, tokenizer, f"rope, {method} x8", LENGTHS)
+            self.perplexity(Row(f"rope, {method} x8", {"method": method, "factor": 8}), LENGTHS)
 
-    def _perplexity(self, model: Any, tokenizer: Any, label: str, lengths: tuple[int, ...]) -> None:
-        if any(one.label == label for one in self.records()):
-            return
-        perplexity(
-            model,
-            [load_novel(HELD_OUT_NOVEL)],
-            lengths,
-            tokenizer=tokenizer,
-            cut=True,
-            max_documents=16,
-            output=self.results,
-            model_name=f"tiny, {self.tokens} tokens, seed {self.seed}",
-            label=label,
-            progress=False,
-        )
-
-    def records(self) -> list[Any]:
-        return read_records(self.results) if self.results.is_file() else []
+    def perplexity(self, row: Row, lengths: Sequence[int]) -> None:
+        model_name = f"tiny, {self.tokens} tokens, seed {self.seed}"
+        self.study.run(row, replace(self.texts, lengths=lengths), model_name=model_name, tokens_trained=self.tokens)
 
     def cost(self, names: list[str]) -> None:
         """Measure training step, reading and decoding of each next to RoPE, in turns, in this process."""
@@ -168,16 +158,26 @@ class Comparison:
         found: dict[str, dict[str, float]] = json.loads(self.costs.read_text()) if self.costs.is_file() else {}
         return found
 
+    def passkey_file(self, name: str) -> Path:
+        return self.folder / f"passkey-{name}-seed{self.seed}.jsonl"
+
     def passkeys(self, name: str) -> str:
-        """Return how many of the passkeys were right, token by token, at each length."""
-        file = self.folder / f"passkey-{name}-seed{self.seed}.jsonl"
-        return ", ".join(passkeys_right(file, length, name) or "ends" for length in PASSKEY_LENGTHS)
+        """Return how many of the passkeys were right, token by token, at each length.
+
+        Of one that was asked again, as by other versions of torch, the last answer counts.
+        """
+        file = self.passkey_file(name)
+        asked = {
+            (one.context_length, one.depth, one.seed): one.score()
+            for one in (read_retrieval_records(file) if file.is_file() else [])
+        }
+        scores = [[score for (at, *_), score in asked.items() if at == length] for length in PASSKEY_LENGTHS]
+        return ", ".join(f"{of.count(1.0)}/{len(of)}" if of else "ends" for of in scores)
 
     def show(self) -> None:
         """Write the tables and the charts of what is there."""
-        curves: dict[str, dict[int, float]] = {}
-        for one in self.records():
-            curves.setdefault(one.label, {})[one.context_length] = one.perplexity
+        records = self.texts.records()
+        curves = {label: {length: one.perplexity for length, one in of.items()} for label, of in records.items()}
         text = f"{self._measured(curves)}\n\n{extended(curves)}\n\n{cost_table(self.paid())}\n"
         write_whole(self.folder / "encodings.md", text)
         print(f"\n{text}", flush=True)

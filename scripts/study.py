@@ -1,4 +1,4 @@
-"""The runner that the studies share: rows that are patched, fitted or trained, measured on the same texts, and tables.
+"""The runner that the studies share: rows that are patched, fitted or trained, perplexities of texts, and tables.
 
 What is in the folder of a study is neither trained nor measured again, so an interrupted study goes on, and several
 processes can share its rows.
@@ -10,9 +10,8 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.manifest import MANIFEST, tokens_trained
 from hf_posenc.evaluation import Record, read_records
 from hf_posenc.evaluation.documents import Document
-from hf_posenc.evaluation.records import read_retrieval_records
-from hf_posenc.retrieving.measuring_retrieval import retrieval
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.utils.files import write_whole
 
@@ -63,9 +60,6 @@ class Texts:
     def left(self, name: str) -> bool:
         return not set(self.lengths) <= set(self.records().get(name, {}))
 
-    def measure(self, model: Any, tokenizer: Any, facts: Mapping[str, Any]) -> None:
-        perplexity(model, self.texts, self.lengths, tokenizer=tokenizer, output=self.file, **self.protocol, **facts)
-
     def records(self) -> dict[str, dict[int, Record]]:
         """Return the records by the name of their row and by length."""
         found: dict[str, dict[int, Record]] = {}
@@ -77,31 +71,10 @@ class Texts:
         """Return a line of perplexities for each row that is measured."""
         found = self.records()
         return [
-            {"name": name, **{str(at): f"{of[at].perplexity:.2f}" if at in of else "" for at in self.lengths}}
-            for name, of in ((row.name, found.get(row.name, {})) for row in rows)
-            if of
+            {"name": row.name, **{str(at): f"{of[at].perplexity:.2f}" if at in of else "" for at in self.lengths}}
+            for row in rows
+            if (of := found.get(row.name))
         ]
-
-
-@dataclass(frozen=True)
-class Questions:
-    """Retrieval tasks in some texts: so many questions in each of so many texts (``samples``)."""
-
-    file: Path
-    tasks: Sequence[str]
-    lengths: Sequence[int]
-    samples: int
-    questions: int
-    documents: Sequence[str] | None = None
-
-    def left(self, name: str) -> bool:
-        records = read_retrieval_records(self.file) if self.file.is_file() else []
-        asked = {(one.task, one.context_length, one.seed, one.question) for one in records if one.label == name}
-        return not set(product(self.tasks, self.lengths, range(self.samples), range(self.questions))) <= asked
-
-    def measure(self, model: Any, tokenizer: Any, facts: Mapping[str, Any]) -> None:
-        asked: dict[str, Any] = {"samples": self.samples, "questions": self.questions, "documents": self.documents}
-        retrieval(model, tokenizer, self.tasks, self.lengths, **asked, output=self.file, **facts)
 
 
 class Study:
@@ -115,18 +88,28 @@ class Study:
         settings: Mapping[str, Any],
         **loading: Any,
     ) -> None:
+        """``settings`` are all that decides the numbers; ``loading`` has keywords of ``load_model``.
+
+        Raises:
+            SystemExit: The folder holds a study with others, whose numbers must not be mixed with these.
+        """
         self.folder, self.model, self.documents, self.loading = folder, model, documents, loading
-        claim(folder, settings)
+        file, text = folder / "settings.json", json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        folder.mkdir(parents=True, exist_ok=True)
+        if file.is_file() and file.read_text(encoding="utf-8") != text:
+            raise SystemExit(f"{folder} holds a study with other settings ({file.name}). Give another --output-dir.")
+        write_whole(file, text)
 
     def run_folder(self, name: str) -> Path:
         return self.folder / "runs" / name.replace(",", "").replace(" ", "-")
 
-    def run(self, row: Row, *measurements: Texts | Questions, **facts: Any) -> None:
-        """Do what is left of the measurements of a row; ``facts`` are noted in its records."""
-        if left := [one for one in measurements if one.left(row.name)]:
+    def run(self, row: Row, *texts: Texts, **facts: Any) -> None:
+        """Measure what is left of the texts of a row; ``facts`` are noted in its records."""
+        if left := [one for one in texts if one.left(row.name)]:
             with self.ready(row) as (model, tokenizer, trained_on):
+                told = {"tokenizer": tokenizer, "label": row.name, "tokens_trained": trained_on, **facts}
                 for one in left:
-                    one.measure(model, tokenizer, {"label": row.name, "tokens_trained": trained_on, **facts})
+                    perplexity(model, one.texts, one.lengths, output=one.file, **one.protocol, **told)
 
     @contextmanager
     def ready(self, row: Row) -> Iterator[tuple[Any, Any, int]]:
@@ -138,73 +121,28 @@ class Study:
         folder, source, rule = self.run_folder(row.name), row.model or self.model, row.rule
         documents = self.documents if row.documents is None else row.documents
         if row.training is not None:
-            config = FinetuneConfig(**{"output_dir": str(folder), "resume_from_checkpoint": "true", **row.training})
-            if not (Path(str(config.output_dir)) / MANIFEST).is_file():
+            if not (folder / MANIFEST).is_file():
+                config = FinetuneConfig(str(folder), resume_from_checkpoint="true", **row.training)
                 finetune(*load_model(source), documents, config)
-            source = Path(str(config.output_dir))
+            source = folder
         model, tokenizer = load_model(source, **self.loading)
-        adapter = None
-        if row.fit is not None:
-            config_of_fit = FitConfig(**{"held_out": 0, "hide_progress": True, **row.fit})
-            result = fit_method(model, tokenizer, documents, config_of_fit, work_dir=folder)
-            rule, adapter = {"method": "fitted", **result.options}, result.adapter
-        changed = nullcontext() if adapter is None else adapter.applied(model)
-        with changed, nullcontext() if rule is None else patched(model, on_scaled="replace", **rule):
+        with ExitStack() as extended:
+            if row.fit is not None:
+                config_of_fit = FitConfig(**{"held_out": 0, "hide_progress": True, **row.fit})
+                result = fit_method(model, tokenizer, documents, config_of_fit, work_dir=folder)
+                rule = {"method": "fitted", **result.options}
+                if result.adapter is not None:
+                    extended.enter_context(result.adapter.applied(model))
+            if rule is not None:
+                extended.enter_context(patched(model, on_scaled="replace", **rule))
             yield model, tokenizer, tokens_trained(source) or 0
 
     def write(self, tables: Mapping[str, Sequence[Line]]) -> None:
-        """Write tables, as CSV each and as Markdown together, and print them."""
-        tables = {name: lines for name, lines in tables.items() if lines}
+        """Write tables that have lines, as CSV each, and print them."""
         for name, lines in tables.items():
-            text = io.StringIO()
-            writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(lines)
-            write_whole(self.folder / f"{name}.csv", text.getvalue())
-        shown = "\n\n".join(map(as_table, tables.values()))
-        write_whole(self.folder / "study.md", shown + "\n")
-        print(f"\n{shown}\n", flush=True)
-
-
-def claim(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Make the folder of a study, or go on in one that was started with the same settings.
-
-    Raises:
-        SystemExit: It holds a study with others, whose numbers must not be mixed with these.
-    """
-    file, text = folder / "settings.json", json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    if file.is_file() and file.read_text(encoding="utf-8") != text:
-        raise SystemExit(f"{folder} holds a study with other settings ({file.name}). Give another --output-dir.")
-    write_whole(file, text)
-
-
-def select(known: Sequence[Row], names: Sequence[str] | None) -> list[Row]:
-    """Return the rows of some names; all without any.
-
-    Raises:
-        SystemExit: There is no row of a name.
-    """
-    if unknown := sorted(set(names or ()) - {row.name for row in known}):
-        there = ", ".join(row.name for row in known)
-        raise SystemExit(f"no such row: {', '.join(unknown)}. Known: {there}. Quote a name with a space in it.")
-    return [row for row in known if not names or row.name in names]
-
-
-def passkeys_right(file: Path, length: int, label: str) -> str:
-    """Return how many passkeys of a row were right at a length, given the prompt: ``2/3``, or nothing without any.
-
-    Of a question that was asked again, as by other versions of torch, the last answer counts.
-    """
-    records = read_retrieval_records(file) if file.is_file() else []
-    cell = label, "passkey", length
-    found = [one for one in records if (one.label, one.task, one.context_length) == cell]
-    scores = list({(one.depth, one.seed, one.question): one.score() for one in found}.values())
-    return f"{scores.count(1.0)}/{len(scores)}" if scores else ""
-
-
-def as_table(lines: Sequence[Line]) -> str:
-    """Return a Markdown table."""
-    names = list(lines[0])
-    cells = [names, ["---"] * len(names), *(list(line.values()) for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+            if lines:
+                text = io.StringIO()
+                writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(lines)
+                print(f"\n{write_whole(self.folder / f'{name}.csv', text.getvalue())}\n{text.getvalue()}", flush=True)

@@ -24,7 +24,7 @@ from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation.intervals import paired_interval
 from hf_posenc.patching.extension import plain_spec
 from hf_posenc.utils.units import length_name
-from study import Line, Questions, Row, Study, Texts, passkeys_right, select
+from study import Line, Row, Study, Texts
 
 SHORT_PIECES, LONG_PIECES = 64, 6  # of each text at most: of a sixteenth of the trained length, and of all of it
 # Changes of FitConfig; those of the weights are under adapt_options. "texts" is how many are fitted on.
@@ -57,8 +57,10 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=4)
     parser.add_argument("--fitted", nargs="+", type=Path, required=True, help="text files to fit on")
     parser.add_argument("--held-out", nargs="+", type=Path, required=True, help="text files to measure on")
-    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--passkeys", type=int, default=0, help="asked of each row in one text of each length")
+    names = ["unpatched", "teacher", "rule", *ADAPTED]
+    parser.add_argument(
+        "--rows", nargs="+", choices=names, default=names, metavar="NAME", help="only these: %(choices)s"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/study-adapt"))
@@ -98,13 +100,11 @@ def main() -> None:
         ]
         for text, of_text in held_out.items()
     }
-    for row in select(rows, args.rows):
+    for row in (row for row in rows if row.name in args.rows):
         doublings = [
             original << n for n in range(20) if original << n <= (target if row.name != "unpatched" else original)
         ]
-        measured: list[Any] = [each for of_text in pieces.values() for each in of_text]
-        if args.passkeys:
-            measured.insert(0, Questions(args.output_dir / "passkeys.jsonl", ("passkey",), doublings, 1, args.passkeys))
+        measured = [each for of_text in pieces.values() for each in of_text]
         first, of_first = next(iter(held_out.items()))
         lengths = [original // 16, original // 4, *(size for size in doublings if size <= len(of_first))]
         measured.append(Texts(args.output_dir / f"{first}.jsonl", [of_first], lengths, {"progress": False}))
@@ -135,15 +135,6 @@ def tables(
     lengths = [original // 16, original // 4, *(original << n for n in range(20) if original << n <= target)]
     first = next(iter(pieces))
     found["beginning"] = Texts(study.folder / f"{first}.jsonl", [], lengths).lines(rows)
-    passkeys = {
-        row.name: [passkeys_right(study.folder / "passkeys.jsonl", size, row.name) for size in lengths[2:]]
-        for row in rows
-    }
-    found["passkeys"] = [
-        {"passkeys": name, **dict(zip(map(length_name, lengths[2:]), cells, strict=True))}
-        for name, cells in passkeys.items()
-        if any(cells)
-    ]
     return found
 
 

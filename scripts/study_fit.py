@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
-from study import Row, Study, Texts, select
+from study import Row, Study, Texts
 
 TARGET = 1024
 LENGTHS = (256, 512, 1024)
@@ -64,13 +64,16 @@ ROWS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/study-fit"))
-    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these rows, such as monotone")
+    names = [row.name for row in ROWS]
+    parser.add_argument(
+        "--rows", nargs="+", choices=names, default=names, metavar="NAME", help="only these: %(choices)s"
+    )
     args = parser.parse_args()
     novels = [load_novel(name) for name in TRAIN_NOVELS]
     study = Study(args.output_dir, tiny_model_path(), novels, {"shared": SHARED, "variants": VARIANTS})
     protocol = {"cut": True, "max_documents": 16, "max_tokens": PIECE, "progress": False}
     texts = Texts(args.output_dir / "results.jsonl", [load_novel(HELD_OUT_NOVEL)], LENGTHS, protocol)
-    for row in select(ROWS, args.rows):
+    for row in (row for row in ROWS if row.name in args.rows):
         study.run(row, texts, model_name="tiny")
         study.write({"results": texts.lines(ROWS)})
 

@@ -12,7 +12,6 @@ it goes on where it was.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shlex
@@ -25,15 +24,14 @@ from pydoc_data.topics import topics
 import torch
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
-from hf_posenc.checkpoint.manifest import MANIFEST
-from hf_posenc.evaluation import read_records
+from hf_posenc.evaluation.records import read_records, read_retrieval_records
+from hf_posenc.reporting import text_table
 from hf_posenc.utils.dtypes import computes_natively
 from hf_posenc.utils.files import write_whole
-from hf_posenc.utils.units import length_name
-from study import claim, passkeys_right
 
 LENGTHS = (512, 2048, 8192, 16384, 32768)
 ORIGINAL = 8192
+TEXTS = ("novel", "reference", "module")
 HELD_OUT_MODULE = "_pydecimal.py"
 LONG_MODULE = 30_000  # bytes
 METHOD = ("--method", "dynamic_yarn", "--factor", "4")
@@ -60,15 +58,10 @@ def main() -> None:
     args = parser.parse_args()
     base, trained, texts = str(args.model), args.output_dir / "model", args.output_dir / "texts"
     write_texts(texts)
-    trained_on = hashlib.sha256((texts / "train.jsonl").read_bytes()).hexdigest()
-    claim(
-        args.output_dir,
-        {"model": base, "training": (*TRAINING, *TRAINED_IN), "trained_on": trained_on, "python": sys.version},
-    )
-    if not (trained / MANIFEST).is_file():
-        words = ["finetune", base, "--output-dir", str(trained), "--documents", str(texts / "train.jsonl")]
-        run([*words, *TRAINING, *TRAINED_IN, "--resume-from-checkpoint"])
-    for text in ("novel", "reference", "module"):
+    # A training that is finished is not repeated, and one with other settings is refused.
+    words = ["finetune", base, "--output-dir", str(trained), "--documents", str(texts / "train.jsonl")]
+    run([*words, *TRAINING, *TRAINED_IN, "--resume-from-checkpoint"])
+    for text in TEXTS:
         measured = [*MEASURED, "--documents", str(texts / f"{text}.txt")]
         measured += ["--output", str(args.output_dir / f"{text}.jsonl"), "--context-lengths", *map(str, LENGTHS)]
         read(base, trained, measured)
@@ -111,19 +104,11 @@ def run(words: Sequence[str]) -> None:
 
 
 def show(folder: Path) -> None:
-    """Write and print the tables: perplexity by text and length, and the passkeys that were right."""
-    names = [length_name(length) for length in LENGTHS]
-    lines = [f"| perplexity | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
-    for text in ("novel", "reference", "module"):
-        for label in ROWS:
-            found = {r.context_length: r.perplexity for r in read_records(folder / f"{text}.jsonl") if r.label == label}
-            lines.append(f"| {text}, {label} | {' | '.join(f'{found[length]:.2f}' for length in LENGTHS)} |")
-    lines += ["", "| passkey, all digits | 8k | 16k | 32k |", "|---|---:|---:|---:|"]
-    for label in ("unpatched", *ROWS):
-        cells = [passkeys_right(folder / "passkey.jsonl", length, label) for length in LENGTHS[2:]]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    write_whole(folder / "study.md", "\n".join(lines) + "\n")
-    print("\n".join(["", *lines, "", f"See {folder / 'study.md'}."]))
+    """Write and print the tables: perplexity of each text, and the passkeys that were right."""
+    tables = [f"{text}\n{text_table(read_records(folder / f'{text}.jsonl'))}" for text in TEXTS]
+    tables.append(text_table(read_retrieval_records(folder / "passkey.jsonl")))
+    file = write_whole(folder / "study.txt", "\n\n".join(tables) + "\n")
+    print(f"\n{file.read_text('utf-8')}\nSee {file}.")
 
 
 if __name__ == "__main__":
