@@ -1,4 +1,4 @@
-"""Short texts with what a model took for likely at each of their tokens: what it is to go on doing there."""
+"""Texts with what a model took for likely at each of their tokens: what it is to go on doing there."""
 
 from __future__ import annotations
 
@@ -37,21 +37,25 @@ class RetainedTexts:
 
     Attributes:
         ids: int64 ``(num_texts, length)``.
+        position_ids: The positions that they were read at, int64 of the same shape.
         likely_ids: The ``LIKELY`` likeliest next tokens, int64 ``(num_texts, length, number)``.
         likely_log_probs: Their log-probabilities in nats, float32, of the same shape.
     """
 
     ids: torch.Tensor
+    position_ids: torch.Tensor
     likely_ids: torch.Tensor
     likely_log_probs: torch.Tensor
 
     def save(self, file: Path) -> None:
         """Write a safetensors file, whole or not at all."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors({**vars(self), "likely_ids": self.likely_ids.int()}, file)
+        whole = ("ids", "position_ids", "likely_ids")
+        write_tensors({**vars(self), **{name: getattr(self, name).int() for name in whole}}, file)
 
     @classmethod
     def load(cls, file: Path) -> RetainedTexts:
         """Read what ``save`` wrote."""
-        tensors = load_file(file)
-        return cls(tensors["ids"], tensors["likely_ids"].long(), tensors["likely_log_probs"])
+        return cls(
+            **{name: each.long() if each.dtype == torch.int32 else each for name, each in load_file(file).items()}
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from random import Random
 from typing import ClassVar
@@ -35,14 +35,14 @@ class Material:
         documents: Token ids of each document that is trained on, int64 ``(num_tokens,)``, without EOS.
         packed: The same, one after the other, in blocks of the run's length.
         seed: Seed of everything random.
-        retained_texts: Short texts with what the model predicted there before it was extended, if a kind needs them.
+        retained_texts: Texts with what the model predicted there before, by the kinds that need them.
     """
 
     tokenizer: PreTrainedTokenizerBase
     documents: Sequence[torch.Tensor]
     packed: PackedDocuments
     seed: int
-    retained_texts: RetainedTexts | None = None
+    retained_texts: Mapping[str, RetainedTexts] = field(default_factory=dict)
 
     @property
     def seq_len(self) -> int:
@@ -90,7 +90,8 @@ class Kind(abc.ABC):
         counts_answers: Only the answers to questions count in the loss.
         reads_texts: It is made of free text, so that the documents must not be chats or prompts with answers.
         is_short: Its blocks are read as windows of the original length.
-        needs_retained_texts: It is made of texts that the model read before it was extended.
+        needs_retained_texts: It is made of texts that the model read before it was trained: short ones before it was
+            extended, others as the training begins with it.
     """
 
     name: ClassVar[str]

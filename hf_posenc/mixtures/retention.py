@@ -37,14 +37,13 @@ class Retention(Kind):
 
     @property
     def _texts(self) -> RetainedTexts:
-        assert self.material.retained_texts is not None  # without them blocks can only be counted
-        return self.material.retained_texts
+        return self.material.retained_texts[self.name]  # without them blocks can only be counted
 
     def targets(self, index: int) -> Mapping[str, torch.Tensor]:
         texts, rows = self._texts, self._rows(index)
         return {
             name: torch.cat([getattr(texts, name)[row, :size] for row, size in rows])
-            for name in ("likely_ids", "likely_log_probs")
+            for name in ("position_ids", "likely_ids", "likely_log_probs")
         }
 
     def _rows(self, index: int) -> list[tuple[int, int]]:

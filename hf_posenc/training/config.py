@@ -273,8 +273,8 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         "kinds of data with their shares of the tokens, each as KIND=SHARE: kv (dictionaries), chains "
         "(entries that refer to others), edges (all that is linked to one), needles (sentences hidden in the "
         "documents), knots (documents cut, shuffled and tied), text (the documents), "
-        "short_text (the documents in windows of the original length), retention (texts that the model wrote before: "
-        "it is to predict there what it predicted)",
+        "short_text (the documents in windows of the original length), retention (short texts on which the model is to "
+        "predict what it predicted before it was extended), long_retention (long ones, and as the run begins)",
         metavar="KIND=SHARE",
     )
     # Chen et al. 2024, LongRoPE and others grow in steps; each stage is a run of its own length and budget.

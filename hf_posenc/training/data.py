@@ -85,7 +85,7 @@ def make_blocks(
     data: DataPlan,
     stage: StagePlan,
     vocab_size: int,
-    retained: RetainedTexts | None = None,
+    retained: Mapping[str, RetainedTexts] | None = None,
 ) -> TrainingBlocks:
     """Return the blocks that a stage is trained on.
 
@@ -95,7 +95,7 @@ def make_blocks(
         data: How blocks are made.
         stage: How long they are, how their positions run, and how many of them are read.
         vocab_size: Vocabulary size of the model.
-        retained: What the model predicted on short texts, for kinds of data that need it.
+        retained: Texts with what the model predicted there, by the kinds of data that need them.
 
     Raises:
         ValueError: The texts are too short, or kinds of data (``task_mix``) do not suit them.
@@ -119,7 +119,7 @@ def make_blocks(
             f"{len(texts.train) - len(free_texts)} of {len(texts.train)} documents are chats or prompts with answers. "
             "Give texts, or leave these kinds out."
         )
-    material = Material(tokenizer, free_texts, packed, stage.seed, retained)
+    material = Material(tokenizer, free_texts, packed, stage.seed, retained or {})
     makers = {name: get_kind(name)(material) for name in data.task_mix}
     return MixedBlocks(packed, positions, makers, data.task_mix, stage.max_steps, stage.blocks_per_step)
 

@@ -84,6 +84,17 @@ class PositionSchedule:
                 yield torch.arange(length)
 
 
+def one_document(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the arguments of a forward over one document, ``(length,)`` each, by which its positions are read.
+
+    They are none where positions count up from 0. With a mask Transformers does not take a skip for a new document.
+    """
+    fed = {"input_ids": ids[None]}
+    if not torch.equal(positions, torch.arange(len(ids), device=positions.device)):
+        fed |= {"position_ids": positions[None], "attention_mask": torch.ones_like(ids)[None]}
+    return fed
+
+
 def pose_positions(length: int, target: int, chunks: int, generator: torch.Generator) -> torch.Tensor:
     """Draw positions that run on inside each chunk and skip between chunks.
 

@@ -1,12 +1,9 @@
-"""Short texts on which a model is to go on predicting what it predicts, made once for each model and kept in a cache.
-
-Some are pieces of documents, and the model writes the others itself.
-"""
+"""Texts on which a model is to go on predicting what it predicts, made once for each model and kept in a cache."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from hf_posenc.data.retained_texts import LIKELY, RetainedTexts, first_token
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.evaluation.model_facts import hash_json, hash_weights
+from hf_posenc.training.positions import PositionSchedule, one_document
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.processes import from_main
 
@@ -56,20 +54,49 @@ def retained_texts(
     length, first = min(length, LENGTH), first_token(tokenizer)
     count = -(-min(num_tokens, MOST_TOKENS) // length)
     read = _pieces(documents, length, count // 2, seed)
-    settings = {
-        **{"first": first, "length": length, "count": count, "seed": seed, "likely": LIKELY, "read": read.tolist()},
-        "autocast": torch.is_autocast_enabled(model.device.type),
-    }
-    identity = hash_json([hash_weights(model), settings, str(model.config.to_dict().get("rope_parameters"))])
+    positions = torch.arange(length).expand(count, length)
+
+    def texts() -> torch.Tensor:
+        return torch.cat([read, written(model, first, length, count - len(read), seed)])
+
+    return _kept(model, texts, positions, first=first, seed=seed, read=read.tolist())
+
+
+def long_retained_texts(
+    model: PreTrainedModel, num_tokens: int, length: int, positions: PositionSchedule, documents: Sequence[torch.Tensor]
+) -> RetainedTexts:
+    """Return long pieces of the documents, one after the other, and the model's distributions there.
+
+    They are kept as by ``retained_texts``.
+
+    Args:
+        model: The extended model, as a training begins with it.
+        num_tokens: Tokens that a run reads; pieces of at most ``MOST_TOKENS`` are read.
+        length: Tokens of a piece.
+        positions: How positions run in one; its seed draws the pieces.
+        documents: Token ids, int64 ``(num_tokens,)`` each, together as many as a piece has.
+    """
+    pieces = _pieces([torch.cat(list(documents))], length, -(-min(num_tokens, MOST_TOKENS) // length), positions.seed)
+    position_ids = torch.stack([positions.of(index, [length], short=False) for index in range(len(pieces))])
+    return _kept(model, lambda: pieces, position_ids, read=pieces.tolist())
+
+
+def _kept(
+    model: PreTrainedModel, texts: Callable[[], torch.Tensor], position_ids: torch.Tensor, **settings: Any
+) -> RetainedTexts:
+    """Return texts with the model's distributions, from the cache if they are there; ``settings`` decide them."""
+    settings |= {"likely": LIKELY, "autocast": torch.is_autocast_enabled(model.device.type)}
+    rules = str(model.config.to_dict().get("rope_parameters"))
+    identity = hash_json([hash_weights(model), rules, settings, position_ids.tolist()])
     file = Path(constants.HF_HOME) / "hf_posenc" / f"retained-texts-{identity}.safetensors"
 
     def make() -> None:
+        count, length = position_ids.shape
         if file.is_file():
-            logger.info("%d short texts: %s", count, file)
+            logger.info("%d texts of %d tokens that are retained: %s", count, length, file)
             return
-        logger.info("the model writes %d texts of %d tokens, which are kept in %s", count - len(read), length, file)
-        texts = torch.cat([read, written(model, first, length, count - len(read), seed)])
-        with_likely(model, texts, LIKELY).save(file)
+        logger.info("the model reads %d texts of %d tokens, which are kept in %s", count, length, file)
+        with_likely(model, texts(), position_ids, LIKELY).save(file)
 
     from_main(make)
     return RetainedTexts.load(file)
@@ -115,13 +142,14 @@ def written(model: PreTrainedModel, first: int, length: int, count: int, seed: i
 
 
 @torch.no_grad()
-def with_likely(model: PreTrainedModel, texts: torch.Tensor, number: int) -> RetainedTexts:
-    """Return texts, int64 ``(count, length)``, with the ``number`` likeliest tokens after each of theirs."""
-    body, found = decoder_body(model), []
-    with evaluation_mode(model):
-        for text in texts.to(model.device):
-            hidden = body(input_ids=text[None], use_cache=False).last_hidden_state[0]
-            best = head_logits(model, hidden).float().log_softmax(-1).topk(min(number, model.vocab_size))
-            found.append((best.indices.cpu(), best.values.cpu()))
+def with_likely(model: PreTrainedModel, texts: torch.Tensor, position_ids: torch.Tensor, number: int) -> RetainedTexts:
+    """Return texts at positions, int64 ``(count, length)`` each, with the ``number`` likeliest tokens after each."""
+    body, number, found = decoder_body(model), min(number, model.vocab_size), []
+    with evaluation_mode(model), Progress("texts that are retained", len(texts), unit="texts") as bar:
+        for text, positions in zip(texts.to(model.device), position_ids.to(model.device), strict=True):
+            hidden = body(**one_document(text, positions), use_cache=False).last_hidden_state[0]
+            best = [head_logits(model, rows).float().log_softmax(-1).topk(number) for rows in hidden.split(LENGTH)]
+            found.append([torch.cat([each[at].cpu() for each in best]) for at in (1, 0)])
+            bar.update(1)
     likely_ids, likely_log_probs = (torch.stack(each) for each in zip(*found, strict=True))
-    return RetainedTexts(texts, likely_ids, likely_log_probs)
+    return RetainedTexts(texts, position_ids, likely_ids, likely_log_probs)

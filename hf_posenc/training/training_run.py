@@ -49,7 +49,7 @@ from hf_posenc.training.lora import (
     is_adapted,
     without_adapters,
 )
-from hf_posenc.training.retaining import retained_texts
+from hf_posenc.training.retaining import long_retained_texts, retained_texts
 from hf_posenc.training.run_file import RUN_FILE, write_run
 from hf_posenc.training.run_folder import LOSS_LOG, open_run, read_log, resumable
 from hf_posenc.training.run_plan import RunPlan, StagePlan, naming_stage, plan_run
@@ -231,28 +231,47 @@ class Run:
             if texts is None:
                 check_questions(plan.data, self.tokenizer)
                 texts = read_texts(self.tokenizer, documents, eval_documents, plan.data, vocab_size)
-                self._texts, retained = texts.held_out, self._retained_texts(rotary, texts.train)
+                self._texts, short_retained = texts.held_out, self._retained_texts(rotary, texts.train)
                 if plan.keep is not None:
                     given = self._texts, plan.data.original_length, plan.stages[0].seed
                     with self._before_extension():
                         kinds = short_texts(rotary.model, self.tokenizer, *given)
                     self._short_texts = RetentionLimit(kinds, plan.keep)
             with naming_stage(stage.positions.target_length if len(plan.stages) > 1 else None):
+                retained = {**short_retained, **self._long_retained_texts(rotary, texts.train, stage)}
                 blocks.insert(0, make_blocks(self.tokenizer, texts, plan.data, stage, vocab_size, retained))
         self._blocks = blocks
 
-    def _retained_texts(self, rotary: RotaryModel, documents: Sequence[Tokens]) -> RetainedTexts | None:
+    def _retaining(self, *, short: bool) -> dict[str, float]:
+        """Return the kinds of data that retain predictions on short or on long texts, with their shares."""
+        kinds = {name: get_kind(name) for name in self.plan.data.task_mix or {}}
+        retaining = [name for name, kind in kinds.items() if kind.needs_retained_texts and kind.is_short == short]
+        return {name: (self.plan.data.task_mix or {})[name] for name in retaining}
+
+    def _retained_texts(self, rotary: RotaryModel, documents: Sequence[Tokens]) -> dict[str, RetainedTexts]:
         """Return what the model predicts without its extension, or with it where it was trained with that."""
-        plan = self.plan
-        shares = [share for name, share in (plan.data.task_mix or {}).items() if get_kind(name).needs_retained_texts]
+        plan, shares = self.plan, self._retaining(short=True)
         if not shares:
-            return None
-        num_tokens = math.ceil(max(shares) * sum(stage.num_tokens for stage in plan.stages))
+            return {}
+        num_tokens = math.ceil(max(shares.values()) * sum(stage.num_tokens for stage in plan.stages))
         length = min(plan.data.original_length, *(stage.seq_len for stage in plan.stages))
         # As the training computes: twice as fast, where bfloat16 is native.
         with self._before_extension(), plan.step.autocast(rotary.device.type):
             given = num_tokens, length, plan.stages[0].seed, [ids_of(document) for document in documents]
-            return retained_texts(rotary.model, self.tokenizer, *given)
+            return dict.fromkeys(shares, retained_texts(rotary.model, self.tokenizer, *given))
+
+    def _long_retained_texts(
+        self, rotary: RotaryModel, documents: Sequence[Tokens], stage: StagePlan
+    ) -> dict[str, RetainedTexts]:
+        """Return what the model, as it is extended for a stage, predicts before its training."""
+        shares, ids = self._retaining(short=False), [ids_of(document) for document in documents]
+        with self.plan.step.autocast(rotary.device.type):
+            return {
+                name: long_retained_texts(
+                    rotary.model, math.ceil(share * stage.num_tokens), stage.seq_len, stage.positions, ids
+                )
+                for name, share in shares.items()
+            }
 
     @contextmanager
     def _before_extension(self) -> Iterator[int]:

@@ -16,7 +16,8 @@ from hf_posenc.data.retained_texts import LIKELY, RetainedTexts
 from hf_posenc.data.tokens import IGNORED
 from hf_posenc.training import FinetuneConfig, finetune, retaining
 from hf_posenc.training.chunked_loss import chunked_causal_lm_loss, chunked_lm_loss, divergence_from_likely
-from hf_posenc.training.retaining import retained_texts
+from hf_posenc.training.positions import PositionSchedule
+from hf_posenc.training.retaining import long_retained_texts, retained_texts
 from hf_posenc.training.run_folder import read_log
 from hf_posenc.training.trainer import one_text_a_row
 from tiny_runs import assert_same_run, killed_at
@@ -164,8 +165,62 @@ def test_training_with_retention_keeps_more_and_a_resumed_run_is_the_same(tmp_pa
     assert_same_run(tmp_path / "with", tmp_path / "killed", 16)
 
 
+def long_divergence(model: Any, method: str) -> float:
+    """As ``divergence``, over two texts of 512 tokens of another novel, from the tiny model extended by a method."""
+    tokenizer = tiny()[1]
+    ids = tokenizer(load_novel("persuasion")[:20_000], return_tensors="pt").input_ids[0][:1024].view(2, 512)
+    before = tiny()[0].float()
+    with torch.no_grad(), patched(before, method, context_length=512):
+        found, wanted = (each(ids).logits.double().log_softmax(-1) for each in (model, before))
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+
+
+def test_long_retention_keeps_what_the_extended_model_reads_in_long_texts(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"method": "ntk", "learning_rate": 3e-4, "token_budget": 32 * 512}
+    mix = ["kv=0.5", "long_retention=0.5"]
+    without = run(tmp_path / "without", ["kv=1"], **{**settings, "token_budget": 16 * 512})
+    result = run(tmp_path / "with", mix, **settings)
+    assert long_divergence(result.model, "ntk") < 0.5 * long_divergence(without.model, "ntk")
+    lines = [line for line in read_log(tmp_path / "with/train_log.jsonl") if line["kind"] == "long_retention"]
+    assert len(lines) == 16
+    assert all(line["tokens_in_loss"] == 511 for line in lines)
+    with killed_at(11):
+        run(tmp_path / "killed", mix, **settings)
+    run(tmp_path / "killed", mix, **settings, resume_from_checkpoint=True)
+    assert_same_run(tmp_path / "with", tmp_path / "killed", 32)
+
+
+def test_long_pieces_are_read_at_the_positions_of_the_run() -> None:
+    model, tokenizer = tiny()
+    model.float()
+    document = tokenizer(load_novel("emma")[:40_000], return_tensors="pt").input_ids[0]
+    positions = PositionSchedule("pose", 256, 1024, seed=3)
+    with patched(model, "linear", 4):
+        texts = long_retained_texts(model, 700, 128, positions, [document[:100], document[100:]])
+        assert texts.ids.shape == (6, 128)
+        assert len({int(row.max()) for row in texts.position_ids}) > 1
+        assert all(torch.equal(texts.position_ids[at], positions.of(at, [128])) for at in range(6))
+        pieces = {tuple(piece.tolist()) for piece in document.split(128)}
+        assert all(tuple(row.tolist()) in pieces for row in texts.ids)
+    # By hand: linear scaling by 4 is reading at a quarter of the positions.
+    quarter = texts.position_ids[:2].float() / 4
+    with torch.no_grad():
+        found = model(texts.ids[:2], position_ids=quarter, attention_mask=torch.ones_like(texts.ids[:2])).logits
+    best = found.log_softmax(-1).topk(LIKELY)
+    torch.testing.assert_close(texts.likely_log_probs[:2], best.values, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "method"), [("long_retention", "ntk"), ("retention", "dynamic_yarn")])
+def test_a_run_may_begin_with_what_is_not_lost_yet(tmp_path: Path, kind: str, method: str) -> None:
+    """The divergence is rounding alone then, and so is its difference from the expected one."""
+    run(tmp_path / "run", [f"{kind}=1"], method=method, token_budget=4 * 512, bf16=True)
+    first, *others = (line["loss"] for line in read_log(tmp_path / "run/train_log.jsonl"))
+    assert first < 1e-3 < others[-1]
+
+
 def test_a_file_holds_what_was_saved(tmp_path: Path) -> None:
-    texts = RetainedTexts(torch.arange(6).view(2, 3), torch.arange(12).view(2, 3, 2), torch.randn(2, 3, 2))
+    ids = torch.arange(6).view(2, 3)
+    texts = RetainedTexts(ids, ids + 7, torch.arange(12).view(2, 3, 2), torch.randn(2, 3, 2))
     texts.save(tmp_path / "cache/texts.safetensors")
     for name, value in vars(RetainedTexts.load(tmp_path / "cache/texts.safetensors")).items():
         assert torch.equal(value, getattr(texts, name)), name
