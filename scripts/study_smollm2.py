@@ -24,10 +24,12 @@ from pydoc_data.topics import topics
 import torch
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
+from hf_posenc.checkpoint.manifest import MANIFEST
 from hf_posenc.evaluation.records import read_records, read_retrieval_records
 from hf_posenc.reporting import text_table
 from hf_posenc.utils.dtypes import computes_natively
 from hf_posenc.utils.files import write_whole
+from study import Study
 
 LENGTHS = (512, 2048, 8192, 16384, 32768)
 ORIGINAL = 8192
@@ -57,10 +59,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1, help="passkeys of each depth and length (default: 1)")
     args = parser.parse_args()
     base, trained, texts = str(args.model), args.output_dir / "model", args.output_dir / "texts"
+    # The texts are of this Python's library.
+    Study(args.output_dir, base, [], {"model": base, "training": [*TRAINING, *TRAINED_IN], "python": sys.version})
     write_texts(texts)
-    # A training that is finished is not repeated, and one with other settings is refused.
-    words = ["finetune", base, "--output-dir", str(trained), "--documents", str(texts / "train.jsonl")]
-    run([*words, *TRAINING, *TRAINED_IN, "--resume-from-checkpoint"])
+    if not (trained / MANIFEST).is_file():
+        words = ["finetune", base, "--output-dir", str(trained), "--documents", str(texts / "train.jsonl")]
+        run([*words, *TRAINING, *TRAINED_IN, "--resume-from-checkpoint"])
     for text in TEXTS:
         measured = [*MEASURED, "--documents", str(texts / f"{text}.txt")]
         measured += ["--output", str(args.output_dir / f"{text}.jsonl"), "--context-lengths", *map(str, LENGTHS)]

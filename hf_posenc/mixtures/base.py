@@ -90,8 +90,8 @@ class Kind(abc.ABC):
         counts_answers: Only the answers to questions count in the loss.
         reads_texts: It is made of free text, so that the documents must not be chats or prompts with answers.
         is_short: Its blocks are read as windows of the original length.
-        needs_retained_texts: It is made of texts that the model read before it was trained: short ones before it was
-            extended, others as the training begins with it.
+        needs_retained_texts: It is made of texts that the model read before the training: short ones before it was
+            extended, long ones when it was.
     """
 
     name: ClassVar[str]

@@ -44,10 +44,12 @@ class LiveModel:
     Attributes:
         model: The model, with its adapter if it has one.
         own: The name of the folder's rule.
-        rules: The folder's rule first, none, and the folder's in part; None is the rule that the model is loaded with.
+        rules: The folder's rule first, none, and the folder's in part. The first is None if the model was loaded with
+            it.
     """
 
     def __init__(self, folder: ExportFolder, dtype: str | torch.dtype, device: str | torch.device | None) -> None:
+        """Load the model; ``dtype`` and ``device`` as for ``load_model``."""
         self.folder = folder
         self.model: Any = load_model(folder.adapter or folder.path, dtype=dtype, device=device)[0]
         # A rule that only hf_posenc runs, and as_method instead; or of an adapter, whose base model is patched.

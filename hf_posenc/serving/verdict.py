@@ -131,6 +131,7 @@ def _share(other: Difference) -> tuple[float, float]:
 
 
 def sentence_of(verdict: str, rule: str | None, found: Mapping[str, Difference], precision: Precision) -> str:
+    """Return a verdict in words, with its numbers."""
     own = next(iter(found))
     nearest = min(found, key=lambda name: found[name].mean)
     share, error = _share(found[UNSCALED])
@@ -157,6 +158,7 @@ def sentence_of(verdict: str, rule: str | None, found: Mapping[str, Difference],
 
 
 def table_of(found: Mapping[str, Difference]) -> list[str]:
+    """Return the lines of a table: how far a server is from each rule."""
     rows = [["difference in log-probability from", "mean", "largest", "past original"]]
     for name, one in found.items():
         rows.append([name, f"{one.mean:.1e}", f"{one.largest:.1e}", "-" if one.past is None else f"{one.past:.1e}"])

@@ -32,7 +32,8 @@ class TrainingBlocks(Dataset[dict[str, torch.Tensor]], abc.ABC):
     where a document or the block starts, so that Transformers keeps the documents apart (it does so only when no
     attention mask is passed and no cache is used); ``labels``, ``-100`` where ``position_ids`` is 0, because that token
     would be predicted from another document, and where a token does not count. What is random belongs to the run's
-    seed and to the block's index, so that positions are drawn anew each time a block is read.
+    seed and to the block's index, so that positions are drawn anew each time a block is read, but those of texts that
+    are retained, which have the positions that they were read at before.
 
     Args:
         packed: The documents.

@@ -95,7 +95,8 @@ def make_blocks(
         data: How blocks are made.
         stage: How long they are, how their positions run, and how many of them are read.
         vocab_size: Vocabulary size of the model.
-        retained: Texts with what the model predicted there, by the kinds of data that need them.
+        retained: Texts with what the model predicted there, by the kinds of data that need them. They may be put into
+            it later, before the first block of such a kind is read.
 
     Raises:
         ValueError: The texts are too short, or kinds of data (``task_mix``) do not suit them.
@@ -119,7 +120,7 @@ def make_blocks(
             f"{len(texts.train) - len(free_texts)} of {len(texts.train)} documents are chats or prompts with answers. "
             "Give texts, or leave these kinds out."
         )
-    material = Material(tokenizer, free_texts, packed, stage.seed, retained or {})
+    material = Material(tokenizer, free_texts, packed, stage.seed, {} if retained is None else retained)
     makers = {name: get_kind(name)(material) for name in data.task_mix}
     return MixedBlocks(packed, positions, makers, data.task_mix, stage.max_steps, stage.blocks_per_step)
 

@@ -11,10 +11,12 @@ import torch
 from huggingface_hub import constants
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.data.packing import PackedDocuments
 from hf_posenc.data.retained_texts import LIKELY, RetainedTexts, first_token
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.evaluation.model_facts import hash_json, hash_weights
+from hf_posenc.patching.api import describe
 from hf_posenc.training.positions import PositionSchedule, one_document
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.processes import from_main
@@ -63,20 +65,25 @@ def retained_texts(
 
 
 def long_retained_texts(
-    model: PreTrainedModel, num_tokens: int, length: int, positions: PositionSchedule, documents: Sequence[torch.Tensor]
+    model: PreTrainedModel, num_tokens: int, packed: PackedDocuments, positions: PositionSchedule
 ) -> RetainedTexts:
-    """Return long pieces of the documents, one after the other, and the model's distributions there.
+    """Return pieces of packed documents as long as a block, and the model's distributions there.
 
-    They are kept as by ``retained_texts``.
+    They are kept as by ``retained_texts``. A piece may hold several documents, of which it is read as one text.
 
     Args:
         model: The extended model, as a training begins with it.
-        num_tokens: Tokens that a run reads; pieces of at most ``MOST_TOKENS`` are read.
-        length: Tokens of a piece.
-        positions: How positions run in one; its seed draws the pieces.
-        documents: Token ids, int64 ``(num_tokens,)`` each, together as many as a piece has.
+        num_tokens: Tokens that a run reads; pieces of at most ``MOST_TOKENS`` are read, so that more come again.
+        packed: The documents.
+        positions: How positions run in a piece; its seed draws the pieces too.
+
+    Returns:
+        Texts of ``packed.seq_len`` tokens; as many as the documents fill, or one, if that is fewer.
     """
-    pieces = _pieces([torch.cat(list(documents))], length, -(-min(num_tokens, MOST_TOKENS) // length), positions.seed)
+    length, stream = packed.seq_len, packed.stream
+    drawn = torch.randperm(max(1, len(stream) // length), generator=torch.Generator().manual_seed(positions.seed))
+    starts = drawn[: -(-min(num_tokens, MOST_TOKENS) // length), None] * length
+    pieces = stream[(starts + torch.arange(length)) % len(stream)]
     position_ids = torch.stack([positions.of(index, [length], short=False) for index in range(len(pieces))])
     return _kept(model, lambda: pieces, position_ids, read=pieces.tolist())
 
@@ -85,8 +92,12 @@ def _kept(
     model: PreTrainedModel, texts: Callable[[], torch.Tensor], position_ids: torch.Tensor, **settings: Any
 ) -> RetainedTexts:
     """Return texts with the model's distributions, from the cache if they are there; ``settings`` decide them."""
+    config = model.config.get_text_config(decoder=True)
+    rules = [
+        str(describe(model)),
+        *(str(getattr(config, name, None)) for name in ("rope_parameters", "sliding_window")),
+    ]
     settings |= {"likely": LIKELY, "autocast": torch.is_autocast_enabled(model.device.type)}
-    rules = str(model.config.to_dict().get("rope_parameters"))
     identity = hash_json([hash_weights(model), rules, settings, position_ids.tolist()])
     file = Path(constants.HF_HOME) / "hf_posenc" / f"retained-texts-{identity}.safetensors"
 
@@ -143,7 +154,7 @@ def written(model: PreTrainedModel, first: int, length: int, count: int, seed: i
 
 @torch.no_grad()
 def with_likely(model: PreTrainedModel, texts: torch.Tensor, position_ids: torch.Tensor, number: int) -> RetainedTexts:
-    """Return texts at positions, int64 ``(count, length)`` each, with the ``number`` likeliest tokens after each."""
+    """Return texts, int64 ``(count, length)``, each at its positions, with the ``number`` likeliest next tokens."""
     body, number, found = decoder_body(model), min(number, model.vocab_size), []
     with evaluation_mode(model), Progress("texts that are retained", len(texts), unit="texts") as bar:
         for text, positions in zip(texts.to(model.device), position_ids.to(model.device), strict=True):

@@ -17,6 +17,7 @@ from hf_posenc.checkpoint.extended import save_checkpoint
 from hf_posenc.checkpoint.manifest import RESULTS, read_manifest
 from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
+from hf_posenc.data.packing import PackedDocuments
 from hf_posenc.data.retained_texts import RetainedTexts
 from hf_posenc.data.tokens import Tokens, ids_of
 from hf_posenc.errors import HfPosencError, InvalidRequestError
@@ -238,15 +239,18 @@ class Run:
                         kinds = short_texts(rotary.model, self.tokenizer, *given)
                     self._short_texts = RetentionLimit(kinds, plan.keep)
             with naming_stage(stage.positions.target_length if len(plan.stages) > 1 else None):
-                retained = {**short_retained, **self._long_retained_texts(rotary, texts.train, stage)}
+                retained = dict(short_retained)
                 blocks.insert(0, make_blocks(self.tokenizer, texts, plan.data, stage, vocab_size, retained))
+                retained |= self._long_retained_texts(rotary, blocks[0].packed, stage)
         self._blocks = blocks
 
     def _retaining(self, *, short: bool) -> dict[str, float]:
         """Return the kinds of data that retain predictions on short or on long texts, with their shares."""
-        kinds = {name: get_kind(name) for name in self.plan.data.task_mix or {}}
-        retaining = [name for name, kind in kinds.items() if kind.needs_retained_texts and kind.is_short == short]
-        return {name: (self.plan.data.task_mix or {})[name] for name in retaining}
+        return {
+            name: share
+            for name, share in (self.plan.data.task_mix or {}).items()
+            if get_kind(name).needs_retained_texts and get_kind(name).is_short == short
+        }
 
     def _retained_texts(self, rotary: RotaryModel, documents: Sequence[Tokens]) -> dict[str, RetainedTexts]:
         """Return what the model predicts without its extension, or with it where it was trained with that."""
@@ -261,15 +265,13 @@ class Run:
             return dict.fromkeys(shares, retained_texts(rotary.model, self.tokenizer, *given))
 
     def _long_retained_texts(
-        self, rotary: RotaryModel, documents: Sequence[Tokens], stage: StagePlan
+        self, rotary: RotaryModel, packed: PackedDocuments, stage: StagePlan
     ) -> dict[str, RetainedTexts]:
         """Return what the model, as it is extended for a stage, predicts before its training."""
-        shares, ids = self._retaining(short=False), [ids_of(document) for document in documents]
+        shares = self._retaining(short=False)
         with self.plan.step.autocast(rotary.device.type):
             return {
-                name: long_retained_texts(
-                    rotary.model, math.ceil(share * stage.num_tokens), stage.seq_len, stage.positions, ids
-                )
+                name: long_retained_texts(rotary.model, math.ceil(share * stage.num_tokens), packed, stage.positions)
                 for name, share in shares.items()
             }
 

@@ -40,7 +40,10 @@ def test_a_row_is_trained_and_measured_once(tmp_path: Path, monkeypatch: pytest.
     study, (short, long) = started(), texts_of(tmp_path)
     assert all(one.left(name) for one in (short, long) for name in NAMES)
     for row in ROWS:
+        study.run(row, short)
+        before = short.file.read_bytes()
         study.run(row, short, long)
+        assert short.file.read_bytes() == before
     study.write({"table": long.lines(ROWS), "empty": []})
     assert (tmp_path / "runs" / "trained" / MANIFEST).is_file()
     table = (tmp_path / "table.csv").read_text().splitlines()
@@ -66,6 +69,14 @@ def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str], monkeypatc
         with pytest.raises(SystemExit):
             script.main()
         assert "invalid choice: 'jarn' (choose from" in capsys.readouterr().err
+
+
+def test_rows_are_run_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[str] = []
+    monkeypatch.setattr(Study, "run", lambda _, row, *texts, **facts: run.append(row.name))
+    monkeypatch.setattr("sys.argv", ["study", "--output-dir", str(tmp_path), "--rows", "yarn", "monotone", "none"])
+    study_fit.main()
+    assert run == ["none", "yarn", "monotone"]
 
 
 def test_of_a_passkey_that_was_asked_again_the_last_answer_counts(tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unknown kind of training data": (
         finetuning(task_mix="keys=0.4 text=0.6"),
         UnknownNameError,
-        "unknown kind of training data 'keys'. Known: chains, kv, edges, knots, text, needles, retention, short_text.",
+        "unknown kind of training data 'keys'. Known: chains, kv, edges, knots, long_retention, text, needles, "
+        "retention, short_text.",
     ),
     # ---- options of methods ----
     "unknown option": (

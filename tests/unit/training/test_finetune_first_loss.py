@@ -5,21 +5,24 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posenc.assets import TRAIN_NOVELS, load_novel, tiny_model_path
+from hf_posenc.errors import RunStoppedError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import patch_model
 from hf_posenc.patching.verification import RotaryMismatchError
 from hf_posenc.training import chunked_loss, finetune
 from hf_posenc.training.run_folder import read_log
 from hf_posenc.training.start_checks import (
+    RotaryCheck,
     documents_of,
     expected_first_loss,
     tolerance_of,
@@ -47,6 +50,16 @@ def train_pretrained(folder: Path, dtype: torch.dtype = torch.float32, **changes
 
 def first_loss(folder: Path) -> float:
     return float(read_log(folder / "train_log.jsonl")[0]["loss"])
+
+
+def test_a_loss_that_is_rounding_alone_stops_no_run(tmp_path: Path) -> None:
+    """As of texts that are retained, before anything of them is lost."""
+    rotary = RotaryModel(AutoModelForCausalLM.from_pretrained(tiny_model_path()))
+    given = TrainingArguments(str(tmp_path)), TrainerState(global_step=1), TrainerControl()
+    for expected, loss, stops in ((2e-7, 4e-7, False), (0.0, 4e-7, False), (2e-7, 0.01, True), (3.0, 3.01, True)):
+        check = RotaryCheck(rotary, expected, tolerance=5e-4)
+        with pytest.raises(RunStoppedError) if stops else nullcontext():
+            check.on_log(*given, logs={"loss": loss})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import patched
 from hf_posenc.assets import load_novel, tiny_model_path
+from hf_posenc.data.packing import PackedDocuments
 from hf_posenc.data.retained_texts import LIKELY, RetainedTexts
 from hf_posenc.data.tokens import IGNORED
 from hf_posenc.training import FinetuneConfig, finetune, retaining
@@ -32,9 +33,8 @@ def run(folder: Path, task_mix: list[str], **changes: Any) -> Any:
     given: dict[str, Any] = {"token_budget": 16 * 512, "context_length": 512, "learning_rate": 1e-3, "warmup_steps": 1}
     given |= {"eval_lengths": [128], "eval_documents": 1, "save_steps": 8, "task_mix": task_mix}
     model, tokenizer = tiny()
-    return finetune(
-        model.float(), tokenizer, [load_novel("emma")[:60_000]], FinetuneConfig(str(folder), **{**given, **changes})
-    )
+    given = {name: value for name, value in {**given, **changes}.items() if value is not None}
+    return finetune(model.float(), tokenizer, [load_novel("emma")[:60_000]], FinetuneConfig(str(folder), **given))
 
 
 @torch.no_grad()
@@ -190,18 +190,21 @@ def test_long_retention_keeps_what_the_extended_model_reads_in_long_texts(tmp_pa
     assert_same_run(tmp_path / "with", tmp_path / "killed", 32)
 
 
+def packed(tokens: int, seq_len: int) -> PackedDocuments:
+    text = tiny()[1](load_novel("emma")[: 6 * tokens], return_tensors="pt").input_ids[0][:tokens]
+    return PackedDocuments([text[: tokens // 3], text[tokens // 3 :]], seq_len, eos_token_id=1)
+
+
 def test_long_pieces_are_read_at_the_positions_of_the_run() -> None:
-    model, tokenizer = tiny()
-    model.float()
-    document = tokenizer(load_novel("emma")[:40_000], return_tensors="pt").input_ids[0]
-    positions = PositionSchedule("pose", 256, 1024, seed=3)
+    model = tiny()[0].float()
+    documents, positions = packed(3000, 128), PositionSchedule("pose", 256, 1024, seed=3)
     with patched(model, "linear", 4):
-        texts = long_retained_texts(model, 700, 128, positions, [document[:100], document[100:]])
-        assert texts.ids.shape == (6, 128)
-        assert len({int(row.max()) for row in texts.position_ids}) > 1
-        assert all(torch.equal(texts.position_ids[at], positions.of(at, [128])) for at in range(6))
-        pieces = {tuple(piece.tolist()) for piece in document.split(128)}
-        assert all(tuple(row.tolist()) in pieces for row in texts.ids)
+        texts = long_retained_texts(model, 700, documents, positions)
+    assert texts.ids.shape == (6, 128)
+    assert len({int(row.max()) for row in texts.position_ids}) > 1
+    assert all(torch.equal(texts.position_ids[at], positions.of(at, [128])) for at in range(6))
+    pieces = {tuple(piece.tolist()) for piece in documents.stream.split(128)}
+    assert len({tuple(row.tolist()) for row in texts.ids} & pieces) == 6
     # By hand: linear scaling by 4 is reading at a quarter of the positions.
     quarter = texts.position_ids[:2].float() / 4
     with torch.no_grad():
@@ -210,10 +213,42 @@ def test_long_pieces_are_read_at_the_positions_of_the_run() -> None:
     torch.testing.assert_close(texts.likely_log_probs[:2], best.values, rtol=0, atol=1e-3)
 
 
+def test_documents_that_hardly_fill_a_block_are_read_from_the_start_again() -> None:
+    documents = packed(100, 128)
+    texts = long_retained_texts(tiny()[0].float(), 700, documents, PositionSchedule("full", 256, 256))
+    assert torch.equal(texts.ids[0], torch.cat([documents.stream, documents.stream])[:128])
+    assert len(texts.ids) == 1
+
+
+def test_each_rule_reads_long_pieces_for_itself() -> None:
+    model, found = tiny()[0].float(), {}
+    for method in ("dynamic_yarn", "self_extend", "dca"):  # whose numbers are in no weight and no config
+        with patched(model, method, 4):
+            texts = long_retained_texts(model, 512, packed(2000, 512), PositionSchedule("full", 256, 512))
+            found[method] = float(texts.likely_log_probs.double().sum())
+    assert len(set(found.values())) == 3
+
+
+def test_blocks_have_the_positions_that_their_targets_were_made_at(tmp_path: Path) -> None:
+    """With a rate that changes hardly anything, all of the loss is rounding."""
+    settings = {"position_schedule": "cream", "seq_len": 128, "context_length": 1024, "token_budget": 8 * 512}
+    run(tmp_path / "run", ["long_retention=1"], method="ntk", **settings, learning_rate=1e-9, bf16=False)
+    assert max(line["loss"] for line in read_log(tmp_path / "run/train_log.jsonl")) < 1e-5
+
+
+def test_each_stage_retains_what_its_own_extension_reads(tmp_path: Path) -> None:
+    settings = {"stages": ["512:2k", "1k:4k"], "method": "ntk", "learning_rate": 1e-9, "bf16": False}
+    run(tmp_path / "run", ["long_retention=1"], **settings, token_budget=None, context_length=None)
+    logs = [read_log(folder / "train_log.jsonl") for folder in sorted((tmp_path / "run").glob("stage-*"))]
+    assert len(logs) == 2
+    assert max(line["loss"] for log in logs for line in log) < 1e-5
+
+
 @pytest.mark.parametrize(("kind", "method"), [("long_retention", "ntk"), ("retention", "dynamic_yarn")])
 def test_a_run_may_begin_with_what_is_not_lost_yet(tmp_path: Path, kind: str, method: str) -> None:
     """The divergence is rounding alone then, and so is its difference from the expected one."""
-    run(tmp_path / "run", [f"{kind}=1"], method=method, token_budget=4 * 512, bf16=True)
+    settings: dict[str, Any] = {"method": method, "token_budget": 4 * 512, "bf16": True, "check_first_loss": True}
+    run(tmp_path / "run", [f"{kind}=1"], **settings)
     first, *others = (line["loss"] for line in read_log(tmp_path / "run/train_log.jsonl"))
     assert first < 1e-3 < others[-1]
 
