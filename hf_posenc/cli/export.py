@@ -12,7 +12,7 @@ from hf_posenc.utils.units import ContextLength, Duration
 # The same as in exports.stacks, which imports PyTorch too; and a file.
 GGUF = "gguf"
 STACKS = ("vllm", "sglang", "llama.cpp", "tgi", "mlx", "ollama", GGUF)
-# The same as in serving.verdict.
+# The same as in serving.server_verdict.
 SERVER_DTYPES = ("float32", "float16", "bfloat16", "quantised")
 
 

@@ -16,9 +16,9 @@ from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.exports.folder import ExportFolder, read_folder, refuse_adapter
 from hf_posenc.exports.nearest import as_static, refuse_attention_rule
 from hf_posenc.serving.http_json import Endpoint
-from hf_posenc.serving.live_model import LiveModel
 from hf_posenc.serving.log_probabilities import ModelServer, find_server
-from hf_posenc.serving.verdict import (
+from hf_posenc.serving.model_under_rules import LiveModel
+from hf_posenc.serving.server_verdict import (
     PRECISIONS,
     UNSCALED,
     Difference,

@@ -24,7 +24,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.serving import check_server
 from hf_posenc.serving.http_json import Endpoint
 from hf_posenc.serving.log_probabilities import LogProbs, find_server
-from hf_posenc.serving.verdict import PRECISIONS, Difference, judge, share_of
+from hf_posenc.serving.server_verdict import PRECISIONS, Difference, judge, share_of
 
 Answer = tuple[int, Any]
 Answers = Callable[[str, dict[str, Any] | None], Answer]

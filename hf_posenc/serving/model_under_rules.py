@@ -18,7 +18,7 @@ from hf_posenc.exports.nearest import static_without_options
 from hf_posenc.methods.registry import get_method
 from hf_posenc.patching.api import is_patched, patched, unpatch_model
 from hf_posenc.serving.log_probabilities import LogProbs
-from hf_posenc.serving.verdict import UNSCALED
+from hf_posenc.serving.server_verdict import UNSCALED
 from hf_posenc.utils.console import quiet
 
 _CHUNK = 1024
