@@ -232,7 +232,8 @@ def test_a_killed_fit_ends_at_the_same_divisors(books: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("as_adapter", [False, True])
 def test_changed_weights_are_saved_in_the_model_or_as_an_adapter(as_adapter: bool, books: Path, tmp_path: Path) -> None:
     output = tmp_path / "longer"
-    flags = ["--steps", 2, "--compare", "none", "ntk", "--held-out-numbers", 0, "--adapt", "rank=4", "steps=3"]
+    flags = ["--steps", 2, "--compare", "none", "ntk", "--held-out-numbers", 0]
+    flags += ["--adapt", "rank=4", "steps=3", "short_steps=2"]
     assert main(words(books, output, *flags, *(["--save-adapter"] if as_adapter else []))) == 0
     manifest, base = read_manifest(output), AutoModelForCausalLM.from_pretrained(TINY)
     assert manifest is not None

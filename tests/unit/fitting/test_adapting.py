@@ -246,7 +246,7 @@ def test_texts_in_pieces_are_read_as_the_unextended_model_reads_each_piece() -> 
     torch.testing.assert_close(whole, taught, rtol=0, atol=1e-3)
 
 
-def test_steps_on_short_texts_bring_the_distributions_back(fit: dict[str, Any]) -> None:
+def test_steps_on_short_texts_bring_the_distributions_back(fit: dict[str, Any], tmp_path: Path) -> None:
     """On a text that was not fitted on, against Transformers' own loss function."""
     ids = AutoTokenizer.from_pretrained(tiny_model_path())(TEXTS[2], return_tensors="pt").input_ids[:, :512]
     right = logits(load_tiny(), ids.view(2, 256)).log_softmax(-1)
@@ -255,7 +255,7 @@ def test_steps_on_short_texts_bring_the_distributions_back(fit: dict[str, Any]) 
 
     def adapter(short_steps: int) -> Adapter | None:
         request = config(held_out=0, adapt_options={"steps": 40, "short_steps": short_steps})
-        return fit_method(load_tiny(), tokenizer, TEXTS[:2], request).adapter
+        return fit_method(load_tiny(), tokenizer, TEXTS[:2], request, work_dir=tmp_path).adapter
 
     def divergence(adapter: Adapter | None) -> float:
         assert adapter is not None
@@ -310,7 +310,7 @@ def test_projections_that_are_kept_change_nothing(monkeypatch: Any) -> None:
         yield lambda row: None
 
     texts = [token_ids(512)[0], token_ids(512)[0].flip(0)]
-    request = config(context_length=512, steps=1, held_out=0, adapt_options={"steps": 4})
+    request = config(context_length=512, steps=1, held_out=0, adapt_options={"steps": 4, "short_steps": 0})
     kept = fit_method(load_tiny(), None, texts, request).adapter
     monkeypatch.setattr(adapting, "_kept_projections", computed_anew)
     anew = fit_method(load_tiny(), None, texts, request).adapter
