@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1, help="passkeys of each depth and length (default: 1)")
     args = parser.parse_args()
     base, trained, texts = str(args.model), args.output_dir / "model", args.output_dir / "texts"
-    # The texts are of this Python's library.
+    # Refuses a folder of other settings, or of another Python, of whose library the texts are.
     Study(args.output_dir, base, [], {"model": base, "training": [*TRAINING, *TRAINED_IN], "python": sys.version})
     write_texts(texts)
     if not (trained / MANIFEST).is_file():

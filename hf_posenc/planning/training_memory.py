@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,11 +162,11 @@ def phase_bytes(
 ) -> dict[Part, int]:
     """Return the bytes that stay, and the peak of each phase of a forward and backward pass."""
     base, model = _model_to_train(config, step, load_in_4bit)
-    bf16 = computes_in_half(config, step)
+    step = replace(step, bf16=computes_in_half(config, step))
     with without_data(config):
         fill_with_fake(model)
-        with trained_alone(model, step.trainable), float32_weights(model, frozen=not bf16):
-            return {**_sizes(model, step), **_peaks(base, model, step, seq_len, packed, bf16, chunked_loss)}
+        with trained_alone(model, step.trainable), float32_weights(model, frozen=not step.bf16):
+            return {**_sizes(model, step), **_peaks(base, model, step, seq_len, packed, chunked_loss)}
 
 
 def _model_to_train(config: PreTrainedConfig, step: StepPlan, load_in_4bit: bool) -> tuple[PreTrainedModel, Any]:
@@ -211,7 +211,7 @@ def _sizes(model: Any, step: StepPlan) -> dict[Part, int]:
 
 
 def _peaks(
-    base: PreTrainedModel, model: Any, step: StepPlan, seq_len: int, packed: bool, bf16: bool, chunked_loss: bool
+    base: PreTrainedModel, model: Any, step: StepPlan, seq_len: int, packed: bool, chunked_loss: bool
 ) -> dict[Part, int]:
     vocab_size = int(text_config(base.config).vocab_size)
     input_ids = torch.zeros(step.batch_size, seq_len, dtype=torch.int64)
@@ -223,17 +223,13 @@ def _peaks(
                 in_chunks = chunked_lm_loss(
                     model, step.logits_chunk, chunks=first_and_last_chunks, one_document=not packed
                 )
-            with in_chunks, _autocast(bf16):
+            with in_chunks, step.autocast("cpu"):
                 loss = model(input_ids=input_ids, position_ids=position_ids, labels=input_ids).loss
             tracker.phase = LOSS_BACKWARD
             loss.backward()
             del loss
             tracker.phase = FORWARD
     return {(phase, kind): size for phase, peak in tracker.peaks.items() for kind, size in peak.items()}
-
-
-def _autocast(bf16: bool) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

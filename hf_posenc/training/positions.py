@@ -84,10 +84,10 @@ class PositionSchedule:
                 yield torch.arange(length)
 
 
-def one_document(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the arguments of a forward over one document, ``(length,)`` each, by which its positions are read.
+def document_arguments(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the arguments of a forward over one document, whose ids and positions are int64 ``(length,)``.
 
-    They are none where positions count up from 0. With a mask Transformers does not take a skip for a new document.
+    Positions that count up from 0 need none. With a mask Transformers does not take a skip for a new document.
     """
     fed = {"input_ids": ids[None]}
     if not torch.equal(positions, torch.arange(len(ids), device=positions.device)):

@@ -13,11 +13,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hf_posenc.data.packing import PackedDocuments
 from hf_posenc.data.retained_texts import LIKELY, RetainedTexts, first_token
-from hf_posenc.evaluation.lm_head import decoder_body, head_logits
+from hf_posenc.evaluation.documents import hash_token_ids
+from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, row_chunks
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.evaluation.model_facts import hash_json, hash_weights
 from hf_posenc.patching.api import describe
-from hf_posenc.training.positions import PositionSchedule, one_document
+from hf_posenc.training.positions import PositionSchedule, document_arguments
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.processes import from_main
 
@@ -61,7 +62,7 @@ def retained_texts(
     def texts() -> torch.Tensor:
         return torch.cat([read, written(model, first, length, count - len(read), seed)])
 
-    return _kept(model, texts, positions, first=first, seed=seed, read=read.tolist())
+    return _kept(model, texts, positions, first=first, seed=seed, read=hash_token_ids(read))
 
 
 def long_retained_texts(
@@ -85,7 +86,7 @@ def long_retained_texts(
     starts = drawn[: -(-min(num_tokens, MOST_TOKENS) // length), None] * length
     pieces = stream[(starts + torch.arange(length)) % len(stream)]
     position_ids = torch.stack([positions.of(index, [length], short=False) for index in range(len(pieces))])
-    return _kept(model, lambda: pieces, position_ids, read=pieces.tolist())
+    return _kept(model, lambda: pieces, position_ids, read=hash_token_ids(pieces))
 
 
 def _kept(
@@ -98,7 +99,7 @@ def _kept(
         *(str(getattr(config, name, None)) for name in ("rope_parameters", "sliding_window")),
     ]
     settings |= {"likely": LIKELY, "autocast": torch.is_autocast_enabled(model.device.type)}
-    identity = hash_json([hash_weights(model), rules, settings, position_ids.tolist()])
+    identity = hash_json([hash_weights(model), rules, settings, hash_token_ids(position_ids)])
     file = Path(constants.HF_HOME) / "hf_posenc" / f"retained-texts-{identity}.safetensors"
 
     def make() -> None:
@@ -158,8 +159,9 @@ def with_likely(model: PreTrainedModel, texts: torch.Tensor, position_ids: torch
     body, number, found = decoder_body(model), min(number, model.vocab_size), []
     with evaluation_mode(model), Progress("texts that are retained", len(texts), unit="texts") as bar:
         for text, positions in zip(texts.to(model.device), position_ids.to(model.device), strict=True):
-            hidden = body(**one_document(text, positions), use_cache=False).last_hidden_state[0]
-            best = [head_logits(model, rows).float().log_softmax(-1).topk(number) for rows in hidden.split(LENGTH)]
+            hidden = body(**document_arguments(text, positions), use_cache=False).last_hidden_state[0]
+            chunks = row_chunks(len(hidden), DEFAULT_ROWS_PER_CHUNK)
+            best = [head_logits(model, hidden[rows]).float().log_softmax(-1).topk(number) for rows in chunks]
             found.append([torch.cat([each[at].cpu() for each in best]) for at in (1, 0)])
             bar.update(1)
     likely_ids, likely_log_probs = (torch.stack(each) for each in zip(*found, strict=True))

@@ -24,7 +24,7 @@ from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import extension_of, verify_model
 from hf_posenc.training.chunked_loss import chunked_lm_loss, divergence_from_likely
-from hf_posenc.training.positions import FULL, PositionSchedule, one_document
+from hf_posenc.training.positions import FULL, PositionSchedule, document_arguments
 from hf_posenc.utils.dtypes import is_half
 
 logger = logging.getLogger(__name__)
@@ -350,7 +350,7 @@ def _document_losses(model: PreTrainedModel, piece: dict[str, torch.Tensor], row
     scored = (piece["labels"][1:] != IGNORED).nonzero().flatten()
     if not len(scored):
         return torch.empty(0)
-    fed = {name: value.to(model.device) for name, value in one_document(ids, positions).items()}
+    fed = {name: value.to(model.device) for name, value in document_arguments(ids, positions).items()}
     hidden = decoder_body(model)(**fed, use_cache=False).last_hidden_state[0]
     if "likely_ids" in piece:
         logits = head_logits(model, hidden[scored.to(hidden.device)])
