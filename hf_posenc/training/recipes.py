@@ -292,10 +292,10 @@ _ALL = (
         paper="of hf_posenc, from Xiong et al. 2024, arXiv:2406.19292 (dictionaries, the loss on answers), Li and "
         "Hoiem 2016, arXiv:1606.09282 (what the model did before), Wortsman et al. 2022, arXiv:2109.01903 (a share of "
         "the training) and CREAM, arXiv:2406.07138 (positions); the rates are measured",
-        summary="For small budgets: answers to find far back, and short texts on which the model predicts as before; "
-        "what those lose is limited.",
+        summary="For small budgets: answers to find far back, and texts, short and long, on which the model predicts "
+        "as before; what short ones lose is limited.",
         values={
-            "task_mix": ["kv=0.3", "needles=0.3", "retention=0.4"],
+            "task_mix": ["kv=0.35", "needles=0.2", "retention=0.3", "long_retention=0.15"],
             "keep": 0.03,
             # Questions are near the end of a block: CREAM puts it at the end of the target, its last third or less.
             "position_schedule": "cream",
@@ -304,7 +304,7 @@ _ALL = (
             # The gradients of a few answers are as long then as those of the retained texts.
             "max_grad_norm": 0.1,
         },
-        left="The shares are ours, no paper trains on this mixture. At least 3 steps, so that each kind has one. The "
+        left="The shares are ours, no paper trains on this mixture. At least 4 steps, so that each kind has one. The "
         "rates are those for 135M parameters. All weights, which forget more: --lora false --learning-rate 2e-4 "
         "--max-grad-norm 1.",
         by_model="seq_len: 2048, or the original length if that is shorter; with --position-schedule full the target",

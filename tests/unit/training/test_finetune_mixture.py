@@ -123,7 +123,10 @@ def broken(tmp_path: Path) -> Path:
             "no step of 1 is left for text=0.1: give a --token-",
         ),
         ("--task-mix kv=1 --seq-len 64 --streaming", "--task-mix: the shortest example of 'kv' has about"),
-        ("--recipe reach --token-budget 512", "no step of 2 is left for needles=0.3: give a --token-budget of 768"),
+        (
+            "--recipe reach --token-budget 512",
+            "no step of 2 is left for long_retention=0.15: give a --token-budget of 1024",
+        ),
     ],
 )
 def test_mistakes_are_said_before_weights_are_opened(

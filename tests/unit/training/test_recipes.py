@@ -37,7 +37,7 @@ PUBLISHED: dict[str, tuple[str | None, float, int, dict[str, Any]]] = {
     "reach": (
         *(None, 1e-3, 8),  # as docs/pages/results/reach.md was measured
         {
-            "task_mix": ["kv=0.3", "needles=0.3", "retention=0.4"],
+            "task_mix": ["kv=0.35", "needles=0.2", "retention=0.3", "long_retention=0.15"],
             "keep": 0.03,
             **{"lora": True, "lora_rank": 64, "lora_alpha": 64, "lora_embeddings": False, "max_grad_norm": 0.1},
             **{"position_schedule": "cream", "lr_scheduler_type": "linear", "weight_decay": 0.0, "adam_beta2": 0.95},
