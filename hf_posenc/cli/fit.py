@@ -98,9 +98,8 @@ def fit(argv: Sequence[str]) -> None:
     documents_in_words = document_source(vars(source)).words
     _save(given.model, output, what, result, documents_in_words, repository, as_adapter=where.save_adapter)
     shutil.rmtree(work_dir)
-    print(
-        f"saved: {where.output}, which plain Transformers loads. To serve it: hf-posenc export {where.output} --to vllm"
-    )
+    loading = "load_extended" if where.save_adapter else "plain Transformers"
+    print(f"saved: {where.output}, which {loading} loads. To serve it: hf-posenc export {where.output} --to vllm")
     if repository is not None:
         print(f"pushed: {repository.url}")
 

@@ -259,7 +259,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         "chunks, with random gaps between them, up to the target length); cream (CREAM: a head, a tail at the "
         "target's end, and a middle between them); random (a random rising subset of the target's positions)",
     )
-    pose_chunks: int = setting(2, whole(2), "chunks of a block in --position-schedule pose (PoSE: 2)")
+    pose_chunks: int = setting(2, whole(2), "chunks of each document in a block, in --position-schedule pose (PoSE: 2)")
     short_share: float = setting(
         0.0, share, "share of the blocks that is read in windows of the original length, to keep short texts; 0 to 1"
     )
