@@ -33,7 +33,14 @@ from hf_posenc.checkpoint.manifest import (
     needs_hf_posenc,
     read_manifest,
 )
-from hf_posenc.checkpoint.pretrained import check_may_read, expecting_keys, folder_with, load_weights, model_class
+from hf_posenc.checkpoint.pretrained import (
+    check_may_read,
+    expecting_keys,
+    folder_with,
+    hub_arguments,
+    load_weights,
+    model_class,
+)
 from hf_posenc.checkpoint.quantised import refuse_unsaveable
 from hf_posenc.encodings.encoding_installation import MODULE, load_parameters, refuse_adapter
 from hf_posenc.errors import InvalidRequestError, MissingFileError
@@ -146,7 +153,7 @@ def save_checkpoint(
             MANIFEST,
             "refuses the checkpoint" if is_encoding(manifest) else "reads the base model",
         )
-    partial = partial_of(target)
+    partial = target.with_name(f"{target.name}.partial")  # moved into place when it is whole
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -253,12 +260,6 @@ def _refuse_class(model: PreTrainedModel) -> None:
         f"model.save_pretrained, which writes its extension too, and load it with {name}.from_pretrained "
         "after hf_posenc.install()."
     )
-
-
-def partial_of(path: Path) -> Path:
-    """Return the folder that ``save_extended`` writes to before it moves the files into ``path``."""
-    target = path.expanduser().absolute()
-    return target.with_name(target.name + ".partial")
 
 
 def _config_values(rotary: RotaryModel, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -398,8 +399,7 @@ def _load_adapter(
     import peft
     from peft import PeftConfig, PeftModel
 
-    of_both = ("token", "cache_dir", "local_files_only")
-    where = {name: kwargs[name] for name in (*_ONLY_OF_THE_ADAPTER, *of_both) if name in kwargs}
+    where = hub_arguments(kwargs)
     settings = PeftConfig.from_pretrained(str(path), **where)
     source = settings.base_model_name_or_path
     if manifest is None and mark_of(folder / ADAPTER_CONFIG) is None:

@@ -40,6 +40,11 @@ _WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 _NO_ERRORS_FOR = ("missing_entries", "connection_errors", "gated_repo")
 
 
+def hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``from_pretrained``'s arguments that say where on the Hub a checkpoint is, and who asks."""
+    return {key: kwargs[key] for key in _WHERE if kwargs.get(key) is not None}
+
+
 def folder_with(source: str | Path, names: Sequence[str], kwargs: Mapping[str, Any] | None = None) -> Path | None:
     """Return the folder that holds files of a checkpoint; those of one on the Hub are downloaded to the cache.
 
@@ -52,7 +57,7 @@ def folder_with(source: str | Path, names: Sequence[str], kwargs: Mapping[str, A
     Returns:
         The folder; None if it has none of the files, or if there is no such folder and no such name.
     """
-    where = {key: kwargs[key] for key in _WHERE if kwargs.get(key)} if kwargs else {}
+    where = hub_arguments(kwargs or {})
     local = Path(source).expanduser()
     if local.exists():
         folder = local / where.get("subfolder", "")
@@ -205,7 +210,7 @@ def auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
     """
     if "gguf_file" in kwargs:
         return AutoModelForCausalLM
-    where = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
+    where = hub_arguments(kwargs)
     config = kwargs.get("config") or AutoConfig.from_pretrained(source, **where)
     return _class_that_loads((getattr(config, "architectures", None) or [None])[0])
 

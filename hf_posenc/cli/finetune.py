@@ -94,7 +94,7 @@ def finetune(argv: Sequence[str]) -> None:
     if options.option:
         config = dataclasses.replace(config, options={**config.options, **parse_options(options.option)})
     check_folder(given.model, config.output_dir)
-    if words := launch_words(launch, "finetune", argv):
+    if words := launch_words(launch, argv):
         relaunch(words)
     run_finetune(given.model, config, source, loading)
 

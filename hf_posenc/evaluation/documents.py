@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_posenc.data.reading import tokenize_documents
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.evaluation.config import EvalConfig
 from hf_posenc.evaluation.windows import Run
 from hf_posenc.utils.warning import warn_user
@@ -113,15 +113,10 @@ def select_documents(
         whole: Keep all of a document unless ``max_tokens`` is given.
 
     Raises:
-        ValueError: No document is long enough, or ``max_tokens`` is less than ``longest``.
+        ValueError: No document is long enough.
     """
-    kept_tokens = longest if max_tokens is None else max_tokens
-    if kept_tokens < longest:
-        raise InvalidRequestError(
-            f"{argument('max_tokens')} ({kept_tokens}) must not be less than the longest context length ({longest})."
-        )
     start = [] if bos_id is None else [bos_id]
-    needed, kept = (min_tokens or longest) - len(start), kept_tokens - len(start)
+    needed, kept = (min_tokens or longest) - len(start), (max_tokens or longest) - len(start)
     long_enough = [row for row in ids if len(row) >= (kept if cut else needed)]
     _tell_left_out(ids, len(long_enough), kept if cut else needed)
     if cut:
@@ -192,8 +187,6 @@ def spread(items: Sequence[T], count: int | None) -> list[T]:
     """Return at most ``count`` items, evenly spread over the sequence, in order; None returns all."""
     if count is None or count >= len(items):
         return list(items)
-    if count < 1:
-        raise InvalidRequestError(f"{argument('max_documents')} must be at least 1, got {count}.")
     return [items[index * len(items) // count] for index in range(count)]
 
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hf_posenc.evaluation.intervals import Share, Z, share_interval
+from hf_posenc.evaluation.intervals import Share, Z, share_right
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
-from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, task_name, training_words
-from hf_posenc.methods.registry import named_options
+from hf_posenc.evaluation.rows import is_unpatched, row_key, rule_name, short_model_names, task_name, training_words
 from hf_posenc.utils.units import length_name
 
 NOT_MEASURED = "loss not measured"
@@ -93,7 +92,6 @@ class Reach:
     """
 
     name: str
-    model: str
     is_unpatched: bool
     original: int | None
     target: int | None
@@ -202,12 +200,9 @@ def reach_lines(records: Sequence[AnyRecord]) -> list[str]:
 
 
 def _name(record: AnyRecord, models: Mapping[str, str]) -> str:
-    name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
-    if said := named_options(record.method, record.options):
-        name += f" ({', '.join(f'{key}={json.dumps(value)}' for key, value in said.items())})"
     trained = [] if record.tokens_trained == 0 else [training_words(record)]
     model = [models[record.model]] if len(models) > 1 else []
-    return ", ".join([" · ".join([name, *([record.label] if record.label else []), *model]), *trained])
+    return ", ".join([" · ".join([rule_name(record), *([record.label] if record.label else []), *model]), *trained])
 
 
 def _runs(group: Sequence[AnyRecord]) -> list[list[AnyRecord]]:
@@ -242,7 +237,6 @@ def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], models: 
     cost, short = _short_cost(own, base)
     return Reach(
         name=_name(first, models),
-        model=first.model,
         is_unpatched=is_unpatched(first),
         original=first.original_max_position_embeddings,
         target=None if is_unpatched(first) else _target(first),
@@ -405,12 +399,10 @@ def _own_level(records: Sequence[RetrievalRecord], of: str) -> OwnLevel | None:
 def _shares(records: Sequence[RetrievalRecord]) -> dict[int, Share]:
     """Return the share of each length, rising."""
     asked = {(record.context_length, record.text_hash): record for record in records}  # of a repeat, the last
-    found: dict[int, list[tuple[float, str]]] = {}
+    found: dict[int, list[RetrievalRecord]] = {}
     for (length, _), one in sorted(asked.items()):
-        score = one.score("forced")
-        score = one.num_written / len(one.answers) if score is None else score
-        found.setdefault(length, []).append((score, one.text))
-    return {length: share_interval(*zip(*each, strict=True)) for length, each in found.items()}
+        found.setdefault(length, []).append(one)
+    return {length: share_right(each) for length, each in found.items()}
 
 
 def _loss_words(row: Reach) -> str:

@@ -15,6 +15,7 @@ from hf_posenc.evaluation.records import Record, RetrievalRecord
 MIN_DOCUMENTS = 5
 BLOCKS_PER_DOCUMENT = 32
 _MIN_BLOCK_TOKENS = 16
+_NUM_SAMPLES = 1000  # of a bootstrap: how many times as many units are drawn, with replacement
 WORTH = 0.5  # percent of perplexity: less is no difference to choose by, however sure
 Z = 1.959964  # of a normal distribution's central 95 %
 # What two records of the same tokens have in common.
@@ -39,26 +40,21 @@ def block_totals(losses: torch.Tensor) -> tuple[list[float], list[int]]:
     return [float(block.sum()) for block in blocks], [len(block) for block in blocks]
 
 
-def bootstrap_interval(
-    nll_sums: Sequence[float], counts: Sequence[int], *, seed: int = 0, num_samples: int = 1000, level: float = 0.95
-) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of ``exp(sum of losses / number of tokens)``.
+def bootstrap_interval(nll_sums: Sequence[float], counts: Sequence[int], *, seed: int = 0) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of ``exp(sum of losses / number of tokens)``.
 
     Args:
         nll_sums: ``(units,)``, nats summed over each unit (a document, or a block of one).
         counts: ``(units,)``, tokens of each unit.
         seed: The same seed and numbers give the same interval, to the bit.
-        num_samples: How many times as many units are drawn, with replacement.
-        level: Share of the samples inside the interval.
 
     Reference: Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(counts), (num_samples, len(counts)), generator=generator)
+    drawn = torch.randint(len(counts), (_NUM_SAMPLES, len(counts)), generator=generator)
     sums = torch.tensor(nll_sums, dtype=torch.float64)[drawn].sum(dim=1)
     tokens = torch.tensor(counts, dtype=torch.float64)[drawn].sum(dim=1)
-    tail = (1 - level) / 2
-    low, high = torch.quantile(torch.exp(sums / tokens), torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    low, high = torch.quantile(torch.exp(sums / tokens), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 
@@ -74,19 +70,6 @@ def resampled_units(
         return [math.fsum(sums) for sums, _ in documents], [sum(counts) for _, counts in documents], "documents"
     sums = [value for sums, _ in documents for value in sums]
     return sums, [count for _, counts in documents for count in counts], "blocks"
-
-
-def wilson_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share, from independent scores between 0 and 1.
-
-    Prompts count, not answers: those of one prompt are right or wrong together.
-
-    Raises:
-        ValueError: There are no scores.
-    """
-    if not scores:
-        raise InvalidRequestError("an interval needs at least one score.")
-    return _wilson(math.fsum(scores) / len(scores), len(scores), Z)
 
 
 def _wilson(share: float, count: float, z: float) -> tuple[float, float]:

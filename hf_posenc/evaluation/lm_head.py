@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import InvalidRequestError
 
 DEFAULT_ROWS_PER_CHUNK = 1024
+_FEW_TOKENS = 16  # on which body and head are compared with the whole model
 
 
 def head_logits(model: PreTrainedModel, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -91,14 +92,14 @@ def decoder_body(model: PreTrainedModel) -> nn.Module:
 
 
 @torch.no_grad()
-def check_head(model: PreTrainedModel, num_tokens: int = 16) -> None:
+def check_head(model: PreTrainedModel) -> None:
     """Raise unless body + head give the logits of the model's own forward on a few tokens.
 
     Raises:
         ValueError: The logits are not finite, or something outside the model's forward, such as a hook, changes them.
     """
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    input_ids = (torch.arange(num_tokens, device=model.device) * 7919 % vocab_size).unsqueeze(0)
+    input_ids = (torch.arange(_FEW_TOKENS, device=model.device) * 7919 % vocab_size).unsqueeze(0)
     # accelerate wraps the forward of what it prepares in autocast, but not the body's: Trainer(bf16=True), say.
     forward: Any = vars(model).get("_original_forward", model)
     expected = forward(input_ids=input_ids, use_cache=False).logits.float()

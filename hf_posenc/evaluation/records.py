@@ -25,17 +25,12 @@ class JsonRecord:
         return json.dumps(asdict(record), ensure_ascii=False, allow_nan=False)
 
     @classmethod
-    def from_json(cls, line: str) -> Self:
-        """Read a record back; fields this version does not know are left out.
+    def from_values(cls, values: dict[str, Any]) -> Self:
+        """Make a record of what ``json.loads`` gives; fields this version does not know are left out.
 
         Raises:
-            ValueError: Not JSON, or not all fields of a record.
+            ValueError: Not all fields of a record.
         """
-        return cls.from_values(json.loads(line))
-
-    @classmethod
-    def from_values(cls, values: dict[str, Any]) -> Self:
-        """Make a record of what ``json.loads`` gives; as ``from_json``."""
         kind: Any = cls
         missing = [one.name for one in fields(kind) if one.name not in values and not _has_default(one)]
         if missing:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.records import AnyRecord
-from hf_posenc.methods.registry import method_names
+from hf_posenc.methods.registry import method_names, named_options
 from hf_posenc.patching.api import describe, is_patched, patched, unpatched
 
 if TYPE_CHECKING:
@@ -41,6 +41,15 @@ def short_model_names(models: Iterable[str]) -> dict[str, str]:
         enough = (count for count in range(1, len(own)) if all(other[-count:] != own[-count:] for other in others))
         names[model] = str(PurePath(*own[-next(enough, len(own)) :]))
     return names
+
+
+def rule_name(record: AnyRecord) -> str:
+    """Return the name of a model's extension, such as ``yarn x4 (beta_fast=16)``."""
+    name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
+    if said := named_options(record.method, record.options):
+        values = {key: json.dumps(value).strip('"') for key, value in said.items()}
+        name += " (" + ", ".join(f"{k}={v if len(v) <= 20 else '...'}" for k, v in values.items()) + ")"
+    return name
 
 
 def training_words(record: AnyRecord, count: Callable[[int], str] = "{:,}".format) -> str:

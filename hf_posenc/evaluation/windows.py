@@ -257,14 +257,15 @@ def _plan(
     last_k: int | None,
     average: Average | None,
 ) -> Run:
-    if rule.moves and stride is None and name == "same_tokens":
-        stride = max(1, length // 2)
+    if rule.moves:
+        stride = default_stride(name, length) if stride is None else stride
+        check_stride(length, stride)
     if name in ("last_k", "rerope"):
         last_k = rule.last_k or DEFAULT_LAST_K if last_k is None else last_k
     return Run(
         name,  # type: ignore[arg-type]  # rule_of knows it
         length,
-        stride=_stride(length, rule.stride if stride is None else stride) if rule.moves else None,
+        stride=stride if rule.moves else None,
         last_k=last_k if name in ("last_k", "rerope") else None,
         score_from=shortest if name == "same_tokens" else None,
         bos=rule.bos or "none",
@@ -299,11 +300,10 @@ def _check_last_k(last_k: int, shortest: int) -> None:
         )
 
 
-def _stride(window: int, stride: int | None) -> int:
-    if stride is None:
-        stride = DEFAULT_STRIDE if window > DEFAULT_STRIDE else max(1, window // 2)
-    check_stride(window, stride)
-    return stride
+def default_stride(protocol: str, window: int) -> int:
+    """Return the stride of a protocol that moves a window: the published one, or ours."""
+    ours = DEFAULT_STRIDE if window > DEFAULT_STRIDE and protocol != "same_tokens" else max(1, window // 2)
+    return rule_of(protocol).stride or ours
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from hf_posenc.errors import InvalidRequestError, UnknownNameError, argument
 from hf_posenc.evaluation.config import OutputConfig
 from hf_posenc.patching.extension_config import NO_METHOD, ExtensionConfig
-from hf_posenc.settings import check_settings, number, same_field, setting, share, whole
+from hf_posenc.settings import check_settings, flag, number, same_field, setting, share, whole, word
 from hf_posenc.spec import check_length, check_number
 from hf_posenc.utils.units import ContextLength, Duration
 
@@ -75,64 +75,52 @@ class FitConfig:
     )
 
     context_length: ContextLength = field(metadata={"help": "tokens the model is to read (32k = 32768)"})
-    teacher: str = field(
-        default="dca",
-        metadata={
-            "help": "method whose attention is matched, from `hf-posenc list methods`; none: the unextended model, for "
-            "texts within its original length"
-        },
+    teacher: str = setting(
+        "dca",
+        None,
+        "method whose attention is matched, from `hf-posenc list methods`; none: the unextended model, for texts "
+        "within its original length",
     )
     objectives: list[str] = field(
         default_factory=lambda: ["attention_matching"],
         metadata={"help": f"what is lowered, each as NAME or NAME=WEIGHT: {', '.join(OBJECTIVES)}", "metavar": "NAME"},
     )
-    start: str = field(
-        default="ntk",
-        metadata={
-            "help": "static method to begin at, preset, or folder of an earlier fit; grid: the best of a small grid of "
-            "ntk_rcd and yarn_rcd"
-        },
+    start: str = setting(
+        "ntk",
+        None,
+        "static method to begin at, preset, or folder of an earlier fit; grid: the best of a small grid of ntk_rcd "
+        "and yarn_rcd",
     )
-    steps: int = field(default=100, metadata={"help": "steps of Adam; 0, with --adapt: the rule is that of --start"})
-    learning_rate: float = field(default=0.05, metadata={"help": "of Adam, on the logarithms of the divisors"})
-    keep_rotations: float = field(
-        default=30.0,
-        metadata={"help": "pairs of at least so many rotations over the original length keep a divisor of 1"},
+    steps: int = setting(100, whole(0), "steps of Adam; 0, with --adapt: the rule is that of --start")
+    learning_rate: float = setting(0.05, number(above=0), "of Adam, on the logarithms of the divisors")
+    keep_rotations: float = setting(
+        30.0, number(above=0), "pairs of at least so many rotations over the original length keep a divisor of 1"
     )
-    lower_bound: Literal["none", "critical"] = field(
-        default="none",
-        metadata={
-            "help": "critical: pairs that make less than one rotation over the original length are divided by at "
-            "least the factor"
-        },
+    lower_bound: Literal["none", "critical"] = setting(
+        "none",
+        word("none", "critical"),
+        "critical: pairs that make less than one rotation over the original length are divided by at least the factor",
     )
-    monotone: bool = field(default=False, metadata={"help": "no divisor is less than that of a faster pair"})
-    smoothness: float = field(
-        default=0.0, metadata={"help": "weight of the squared second difference of neighbouring divisors' logarithms"}
+    monotone: bool = setting(False, flag, "no divisor is less than that of a faster pair")
+    smoothness: float = setting(
+        0.0, number(at_least=0), "weight of the squared second difference of neighbouring divisors' logarithms"
     )
-    fit_temperature: bool = field(default=True, metadata={"help": "fit the attention factor too; false: it is 1"})
-    short_share: float = field(
-        default=0.4, metadata={"help": "share of the queries, blocks and questions within the original length"}
+    fit_temperature: bool = setting(True, flag, "fit the attention factor too; false: it is 1")
+    short_share: float = setting(0.4, share, "share of the queries, blocks and questions within the original length")
+    queries: int = setting(64, whole(1), "attention_matching: queries of a step in each layer")
+    layers: int = setting(10, whole(1), "attention_matching: layers of a step")
+    block: int = setting(256, whole(1), "tokens of a block")
+    questions: int = setting(8, whole(1), "needles: questions of a step")
+    fitted_numbers: int = setting(32, whole(1), "needles: numbers hidden in each text that is fitted on")
+    seed: int = setting(0, None, "of everything random")
+    seeds: int = setting(
+        1, whole(1), "fit with this many seeds, and say by how much the perplexities at the target length differ"
     )
-    queries: int = field(default=64, metadata={"help": "attention_matching: queries of a step in each layer"})
-    layers: int = field(default=10, metadata={"help": "attention_matching: layers of a step"})
-    block: int = field(default=256, metadata={"help": "tokens of a block"})
-    questions: int = field(default=8, metadata={"help": "needles: questions of a step"})
-    fitted_numbers: int = field(default=32, metadata={"help": "needles: numbers hidden in each text that is fitted on"})
-    seed: int = field(default=0, metadata={"help": "of everything random"})
-    seeds: int = field(
-        default=1,
-        metadata={"help": "fit with this many seeds, and say by how much the perplexities at the target length differ"},
+    max_texts: int = setting(
+        1, whole(1), "texts of the target length to fit on, at most, evenly spread over the documents"
     )
-    max_texts: int = field(
-        default=1,
-        metadata={"help": "texts of the target length to fit on, at most, evenly spread over the documents"},
-    )
-    held_out: int = field(
-        default=1,
-        metadata={
-            "help": "texts that are kept apart, of the last documents, and measured at the end; 0: nothing is measured"
-        },
+    held_out: int = setting(
+        1, whole(0), "texts that are kept apart, of the last documents, and measured at the end; 0: nothing is measured"
     )
     compare: list[str] = field(
         default_factory=lambda: list(PUBLISHED),
@@ -140,35 +128,30 @@ class FitConfig:
             "help": "static methods to compare the fitted one with on the held-out texts; none: the model as it is"
         },
     )
-    held_out_numbers: int = field(
-        default=24,
-        metadata={
-            "help": "numbers hidden in a held-out text that the fitted rule, and the published one of the lowest "
-            "perplexity, are asked for at the target length; 0: none"
-        },
+    held_out_numbers: int = setting(
+        24,
+        whole(0),
+        "numbers hidden in a held-out text that the fitted rule, and the published one of the lowest perplexity, are "
+        "asked for at the target length; 0: none",
     )
-    take_best: bool = field(
-        default=False,
-        metadata={"help": "if another of the compared rules is better than the fitted one, save that one instead"},
+    take_best: bool = setting(
+        False, flag, "if another of the compared rules is better than the fitted one, save that one instead"
     )
-    short_list: Literal["equal", "plain"] = field(
-        default="equal",
-        metadata={
-            "help": "the list for texts up to the original length: equal, the fitted one, or plain, all ones, with "
-            "which a KV cache that grows past the original length is wrong"
-        },
+    short_list: Literal["equal", "plain"] = setting(
+        "equal",
+        word("equal", "plain"),
+        "the list for texts up to the original length: equal, the fitted one, or plain, all ones, with which a KV "
+        "cache that grows past the original length is wrong",
     )
-    budget: Duration | None = field(
-        default=None, metadata={"help": "longest time to take (20m): fewer steps, and fewer compared methods"}
-    )
-    dry_run: bool = field(default=False, metadata={"help": "only show what it will take"})
+    budget: Duration | None = setting(None, None, "longest time to take (20m): fewer steps, and fewer compared methods")
+    dry_run: bool = setting(False, flag, "only show what it will take")
     original_max_position_embeddings: ContextLength | None = same_field(
         ExtensionConfig, "original_max_position_embeddings"
     )
     hide_progress: bool = same_field(OutputConfig, "hide_progress")
-    teacher_options: dict[str, Any] = field(default_factory=dict, metadata={"help": argparse.SUPPRESS})
+    teacher_options: dict[str, Any] = setting(dict, None, argparse.SUPPRESS)
     # Settings of AdaptConfig by name; None fits the rule alone, and no weight changes.
-    adapt_options: dict[str, Any] | None = field(default=None, metadata={"help": argparse.SUPPRESS})
+    adapt_options: dict[str, Any] | None = setting(None, None, argparse.SUPPRESS)
 
     def request(self, method: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the keywords of ``patch_model`` for a method at the target."""
@@ -211,8 +194,8 @@ class FitConfig:
             ValueError: One is unknown or named twice, or a weight is no number above 0.
         """
         weights: dict[str, float] = {}
-        for word in self.objectives:
-            name, equals, text = word.partition("=")
+        for each in self.objectives:
+            name, equals, text = each.partition("=")
             if name not in OBJECTIVES:
                 raise UnknownNameError("objective", name, OBJECTIVES)
             if name in weights:
@@ -221,7 +204,7 @@ class FitConfig:
                 weights[name] = check_number(f"the weight of {name}", float(text) if equals else 1.0, above=0)
             except ValueError as error:
                 raise InvalidRequestError(
-                    f"{argument('objectives')} takes NAME or NAME=WEIGHT, such as needles=0.2, got {word!r}: {error}"
+                    f"{argument('objectives')} takes NAME or NAME=WEIGHT, such as needles=0.2, got {each!r}: {error}"
                 ) from error
         if not weights:
             raise InvalidRequestError(f"{argument('objectives')} is empty: give at least one of {OBJECTIVES}.")
@@ -242,22 +225,8 @@ class FitConfig:
                 f"{argument('steps', 0)} takes the rule of {argument('start')} as it is, which cannot be {GRID!r}, and "
                 f"leaves nothing to fit without {argument('adapt')}: give that too, or at least 1 step."
             )
-        counts = ["context_length", "queries", "layers", "block", "questions", "max_texts", "seeds"]
-        for name in [*counts, "steps"] if self.steps else counts:
-            check_length(argument(name), getattr(self, name))
-            if isinstance(getattr(self, name), float):  # a whole one, as JSON may have it
-                setattr(self, name, int(getattr(self, name)))
-        if self.fitted_numbers < 1 or self.held_out < 0 or self.held_out_numbers < 0:
-            raise InvalidRequestError(
-                f"{argument('fitted_numbers')} must be at least 1, {argument('held_out')} and "
-                f"{argument('held_out_numbers')} at least 0, got {self.fitted_numbers}, {self.held_out} and "
-                f"{self.held_out_numbers}."
-            )
-        check_number(argument("learning_rate"), self.learning_rate, above=0)
-        check_number(argument("keep_rotations"), self.keep_rotations, above=0)
-        check_number(argument("smoothness"), self.smoothness, at_least=0)
-        if not 0 <= self.short_share <= 1:
-            raise InvalidRequestError(f"{argument('short_share')} must be from 0 to 1, got {self.short_share}.")
+        check_settings(self)
+        self.context_length = ContextLength(check_length(argument("context_length"), self.context_length))
         if self.teacher != NO_METHOD and not issubclass(get_method(self.teacher), (AttentionMethod, StaticMethod)):
             raise InvalidRequestError(f"{argument('teacher')} must be a method for RoPE, got {self.teacher!r}.")
         if self.teacher != NO_METHOD:
@@ -272,10 +241,10 @@ class FitConfig:
         named = [("compare", name, get_method(name)) for name in self.compare if name != NO_METHOD]
         if self.start != GRID:
             named.append(("start", self.start, type(self.start_method(1.0))))
-        for flag, name, method in named:
+        for setting_name, name, method in named:
             if not issubclass(method, StaticMethod):
                 raise InvalidRequestError(
-                    f"{argument(flag)} takes static methods, got {name!r}: servers run no other, and a list of "
+                    f"{argument(setting_name)} takes static methods, got {name!r}: servers run no other, and a list of "
                     "divisors expresses no other."
                 )
 

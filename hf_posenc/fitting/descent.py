@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,9 +184,3 @@ class Descent:
         for name, (objective, _) in self.objectives.items():
             objective.load_state(state["objectives"][name])
         self.history = [Step(losses, seconds) for losses, seconds in state["history"]]
-
-
-def mean_loss(history: Sequence[Step], name: str) -> float:
-    """Return an objective's mean loss over the last quarter of some steps."""
-    last = history[-max(1, len(history) // 4) :]
-    return sum(step.losses[name] for step in last) / len(last)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation.intervals import wilson_interval
+from hf_posenc.evaluation.intervals import share_interval
 from hf_posenc.evaluation.measuring_perplexity import perplexity
 from hf_posenc.evaluation.records import Record
 from hf_posenc.fitting.adapting import Adapter
@@ -41,9 +41,9 @@ class NumbersFound:
     context_length: int
 
     def __str__(self) -> str:
-        low, high = wilson_interval(self.scores)
-        share = sum(self.scores) / len(self.scores)
-        return f"{sum(self.scores):.0f} of {len(self.scores)}, {share:.0%} ({low:.0%} to {high:.0%})"
+        share = share_interval(self.scores, range(len(self.scores)))
+        interval = f"{share.value:.0%} ({share.low:.0%} to {share.high:.0%})"
+        return f"{sum(self.scores):.0f} of {len(self.scores)}, {interval}"
 
 
 def measured_lengths(original: int, target: int) -> list[int]:

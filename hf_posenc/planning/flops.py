@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hf_posenc.planning.architecture import ModelFacts
 from hf_posenc.training.step_plan import StepPlan
 
-_BACKWARD_ATTENTION = 2.5  # five products of block x block for the two forward (Dao 2023, arXiv:2307.08691, 4.1)
+BACKWARD_ATTENTION = 2.5  # five products of block x block for the two forward (Dao 2023, arXiv:2307.08691, 4.1)
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ def training_flops(
     trained = facts.head_parameters if step.lora is not None else of_weights[step.trainable]
     again = layers if step.gradient_checkpointing else 0
     parameters = 2.0 * (2 * facts.matrix_parameters + trained + again)
-    passes = 1 + _BACKWARD_ATTENTION + step.gradient_checkpointing
-    attention = passes * sum(_attention_forward(facts, window, group, seq_len) for window in facts.windows)
+    passes = 1 + BACKWARD_ATTENTION + step.gradient_checkpointing
+    attention = passes * sum(attention_forward(facts, window, group, seq_len) for window in facts.windows)
     return Flops(parameters * num_tokens, attention * num_tokens)
 
 
-def _attention_forward(facts: ModelFacts, window: int | None, group: int | None, seq_len: int) -> float:
+def attention_forward(facts: ModelFacts, window: int | None, group: int | None, seq_len: int) -> float:
     """Return a token's operations in one layer: two products with each key it sees, of every head."""
     reach = seq_len if window is None else min(window, seq_len)
     if group is not None:

@@ -17,9 +17,8 @@ from hf_posenc.fitting.adapting import projections
 from hf_posenc.fitting.config import FitConfig
 from hf_posenc.fitting.cost import fit_cost, teacher_extension
 from hf_posenc.planning.architecture import ModelFacts
+from hf_posenc.planning.flops import BACKWARD_ATTENTION, attention_forward
 from hf_posenc.utils.units import ContextLength
-
-_BACKWARD_ATTENTION = 2.5  # of the forward; as for training
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,9 @@ def predict_fit(config: PreTrainedConfig, facts: ModelFacts, target: int) -> Pla
     with suppress(HfPosencError):
         projections(rotary)
         adapted = fit_cost(shape, replace(settings, adapt_options={}), **given).peak
-    # Causal attention computes half of the square: two products with each key, of every head.
-    attention = 4.0 * facts.num_heads * facts.head_dim * target / 2 * target * facts.num_layers
+    attention = target * sum(attention_forward(facts, window, None, target) for window in facts.windows)
     one_pass = 2.0 * facts.matrix_parameters * target + attention
-    of_query = 4.0 * facts.num_heads * facts.head_dim * target * (1 + _BACKWARD_ATTENTION)
+    of_query = 4.0 * facts.num_heads * facts.head_dim * target * (1 + BACKWARD_ATTENTION)
     steps = settings.steps * min(settings.layers, facts.num_layers) * settings.queries * of_query
     # The fitted rule and all of these but the unextended model, which reads less; and two for the hidden numbers.
     rows = len(settings.compare) + 2

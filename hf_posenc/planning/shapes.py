@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
 from hf_posenc.errors import InvalidRequestError
+from hf_posenc.utils.console import quiet
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -42,11 +43,9 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
         ValueError: An operator has to see the data, or cannot do without a GPU or half precision, as some experts do;
             or the family's own code takes no cache of the usual kind.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised
-    level = log.level
-    log.setLevel(logging.CRITICAL)
     try:
-        with FakeTensorMode():
+        # The mode's own logger prints the traceback of what is raised.
+        with quiet("torch._subclasses.fake_tensor", level=logging.CRITICAL), FakeTensorMode():
             yield
     except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -54,8 +53,6 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
             f"model_type {config.model_type!r} cannot be run without data, so its memory is not predicted: {reason} "
             "(If the model has experts, try bf16=True, --bf16: some experts run in half precision only.)"
         ) from error
-    finally:
-        log.setLevel(level)
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -18,7 +18,7 @@ from hf_posenc.planning.training_options import NO_MASK, SHARED_OVER, TrainingOp
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.recipes import get_recipe
 from hf_posenc.utils.dtypes import dtype_name
-from hf_posenc.utils.units import aligned, duration_name, length_name, size_name
+from hf_posenc.utils.units import aligned, count_name, duration_name, length_name, size_name
 
 # Settings of finetune that are the same for every way, or are given by --option.
 _NOT_FLAGS = ("output_dir", "options", "context_length")
@@ -114,7 +114,7 @@ def _model(plan: Plan) -> list[str]:
     windows = sorted({window for window in facts.windows if window is not None})
     scaled = "" if facts.method == "none" else f", scaled already: {facts.method}, factor {facts.factor:g}"
     lines = [
-        f"{facts.name}: {facts.model_type}, {_count(facts.parameters)} parameters ({dtype}), "
+        f"{facts.name}: {facts.model_type}, {count_name(facts.parameters)} parameters ({dtype}), "
         f"{facts.num_layers} layers of {facts.hidden_size}, {facts.num_heads} heads of {facts.head_dim}, "
         f"{facts.num_kv_heads} of keys and values",
         f"trained on {length_name(facts.original or 0)} tokens{scaled}, reads {length_name(facts.reads)}; requested: "
@@ -295,7 +295,7 @@ def _work(plan: Plan) -> list[str]:
         return []
     total = plan.flops.total
     lines = [
-        f"{_count(plan.token_budget)} tokens, {plan.option.name}, blocks of {length_name(plan.option.seq_len)}: "
+        f"{count_name(plan.token_budget)} tokens, {plan.option.name}, blocks of {length_name(plan.option.seq_len)}: "
         f"{total:.2e} operations, "
         f"{100 * plan.flops.attention / total:.0f} % of them attention",
     ]
@@ -304,10 +304,3 @@ def _work(plan: Plan) -> list[str]:
         return [*lines, f"time: {plan.rate}"]
     lines.append(f"time: {duration_name(hours * 3600)} at {plan.tokens_per_second:,.4g} tokens a second ({plan.rate})")
     return lines
-
-
-def _count(number: float) -> str:
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return f"{number:g}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_posenc.evaluation.effective_length import reach
-from hf_posenc.evaluation.records import Record, RetrievalRecord
+from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.reporting.commands import command_panel
 from hf_posenc.reporting.comparable import listed, make_grids, make_tables, sort_tables, text_table
@@ -33,7 +33,7 @@ class ReportPaths:
 
 
 def report(
-    records: Sequence[Record | RetrievalRecord],
+    records: Sequence[AnyRecord],
     output_dir: str | Path,
     title: str = DEFAULT_TITLE,
     command: str = "",
@@ -71,14 +71,14 @@ def report(
     )
 
 
-def title_with_models(title: str, records: Sequence[Record | RetrievalRecord]) -> str:
+def title_with_models(title: str, records: Sequence[AnyRecord]) -> str:
     """Return a title that names every model."""
     names = short_model_names(record.model for record in records).values()
     unnamed = [name for name in names if name not in title]
     return f"{listed(unnamed)}: {title}" if unnamed else title
 
 
-def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> list[Panel]:
+def _make_panels(records: Sequence[AnyRecord], command: str) -> list[Panel]:
     grids = make_grids([record for record in records if isinstance(record, RetrievalRecord)])
     perplexities = [record for record in records if isinstance(record, Record)]
     # Without retrieval, a report of which nothing can be shown is refused.
@@ -97,7 +97,7 @@ def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> l
     ]
 
 
-def _verdict_panel(records: Sequence[Record | RetrievalRecord]) -> Panel:
+def _verdict_panel(records: Sequence[AnyRecord]) -> Panel:
     """Return a sentence for each row on the length that it reads and retrieves, as far as it was measured."""
     rows = reach(records)
     parts = {

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from hf_posenc.evaluation.config import KeyTokens
 from hf_posenc.evaluation.key_tokens import CHOSEN_BY_ITSELF
 from hf_posenc.evaluation.protocols import rule_of
-from hf_posenc.evaluation.records import Record, RetrievalRecord
-from hf_posenc.evaluation.windows import DEFAULT_STRIDE
+from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
+from hf_posenc.evaluation.windows import default_stride
 from hf_posenc.reporting.page import Code, Panel
 
 _TYPED = "As they were typed:"
@@ -47,7 +47,7 @@ class _Own(NamedTuple):
     remark: str
 
 
-def make_commands(records: Sequence[Record | RetrievalRecord]) -> Commands:
+def make_commands(records: Sequence[AnyRecord]) -> Commands:
     """Return the commands of all records, each once, in order of appearance."""
     typed = dict.fromkeys(record.command for record in records if record.command)
     others = [record for record in records if not record.command]
@@ -56,7 +56,7 @@ def make_commands(records: Sequence[Record | RetrievalRecord]) -> Commands:
     return Commands(tuple(typed), (*_made(perplexities, _perplexity), *_made(retrievals, _retrieval)))
 
 
-def command_panel(records: Sequence[Record | RetrievalRecord], report_command: str) -> Panel:
+def command_panel(records: Sequence[AnyRecord], report_command: str) -> Panel:
     """Return the panel of the commands, that of the report itself last."""
     commands = make_commands(records)
     last = report_command or shlex.join(["hf-posenc", "report", _RESULTS])
@@ -99,7 +99,7 @@ def _with_unpatched(groups: list[list[Any]]) -> list[list[Any]]:
     return [*alone, *extended]
 
 
-def _way(record: Record | RetrievalRecord) -> list[Any]:
+def _way(record: AnyRecord) -> list[Any]:
     return [getattr(record, name, None) for name in _SAME]
 
 
@@ -139,14 +139,11 @@ def _evaluator(record: Record) -> tuple[str | None, str]:
     return name, ""
 
 
-def _stride(record: Record | RetrievalRecord) -> int | None:
+def _stride(record: AnyRecord) -> int | None:
     """Return the stride of a record; None where it is what the protocol does by itself, or there is none."""
     if isinstance(record, RetrievalRecord) or record.stride is None:
         return None
-    usual = max(1, record.context_length // 2)
-    if record.protocol != "same_tokens" and record.context_length > DEFAULT_STRIDE:
-        usual = DEFAULT_STRIDE
-    return None if record.stride == (rule_of(record.protocol).stride or usual) else record.stride
+    return None if record.stride == default_stride(record.protocol, record.context_length) else record.stride
 
 
 def _retrieval(group: list[RetrievalRecord], lengths: list[int]) -> _Own:
@@ -177,7 +174,7 @@ def _lengths(lengths: list[int]) -> list[str]:
     return ["--context-lengths", *map(str, lengths)]
 
 
-def _flags(record: Record | RetrievalRecord) -> list[str]:
+def _flags(record: AnyRecord) -> list[str]:
     """Return the words that are the same for every record of a command."""
     words = ["--dtype", record.dtype, "--attn-implementation", record.attn_implementation]
     words += ["--label", record.label] if record.label else []

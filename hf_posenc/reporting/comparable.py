@@ -5,7 +5,6 @@ Perplexities are sorted by protocol into a ``Table``, retrieval by task into a `
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,10 +13,9 @@ from typing import Literal, NamedTuple, TypeVar
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.intervals import Share, is_tie, share_interval
-from hf_posenc.evaluation.records import Record, RetrievalRecord
-from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, task_name, training_words
-from hf_posenc.methods.registry import named_options
-from hf_posenc.utils.units import length_name
+from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
+from hf_posenc.evaluation.rows import is_unpatched, row_key, rule_name, short_model_names, task_name, training_words
+from hf_posenc.utils.units import count_name, length_name
 
 # What must be equal among all numbers of a table, and what it is in words; and among those of one column, where the
 # most informative reason comes first.
@@ -43,7 +41,7 @@ _TITLES = {
     "sliding_window": "Sliding window of N tokens",
     "same_tokens": "The same tokens at every N",
 }
-AnyRecord = TypeVar("AnyRecord", Record, RetrievalRecord)
+OneKind = TypeVar("OneKind", Record, RetrievalRecord)
 T = TypeVar("T")
 
 
@@ -122,7 +120,7 @@ class _Comparable:
     notes: tuple[str, ...]
 
     @property
-    def records(self) -> Sequence[Record | RetrievalRecord]:
+    def records(self) -> Sequence[AnyRecord]:
         """All records of its rows."""
         raise NotImplementedError
 
@@ -301,7 +299,7 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
     return [list(run.values()) for runs in rows.values() for run in runs]
 
 
-def model_names(records: Iterable[Record | RetrievalRecord]) -> str:
+def model_names(records: Iterable[AnyRecord]) -> str:
     """Return the models of records by their short names, such as ``small, middle and large``."""
     return listed(short_model_names(record.model for record in records).values())
 
@@ -310,14 +308,6 @@ def listed(names: Iterable[str]) -> str:
     """Return ``a``, ``a and b`` or ``a, b and c``."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def tokens_name(count: int) -> str:
-    """Return ``300k`` for 300000 and ``1.5M`` for 1500000."""
-    for unit, name in ((1_000_000, "M"), (1_000, "k")):
-        if count >= unit:
-            return f"{count / unit:.3g}{name}"
-    return str(count)
 
 
 def perplexity_name(value: float) -> str:
@@ -333,15 +323,6 @@ def share_name(share: Share | None) -> str:
 def counted_words(shares: Iterable[Share]) -> str:
     """Return the units of shares and of their intervals: ``4 prompts (interval over prompts)``."""
     return " or ".join(dict.fromkeys(f"{share.counted} (interval over {share.is_over})" for share in shares))
-
-
-def rule_name(record: Record | RetrievalRecord) -> str:
-    """Return the name of a model's extension, such as ``yarn x4 (beta_fast=16)``."""
-    name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
-    if said := named_options(record.method, record.options):
-        values = {key: json.dumps(value).strip('"') for key, value in said.items()}
-        name += " (" + ", ".join(f"{k}={v if len(v) <= 20 else '...'}" for k, v in values.items()) + ")"
-    return name
 
 
 def _difference(records: Sequence[Record], name_of: Callable[[Record], str] = rule_name) -> str | None:
@@ -383,7 +364,7 @@ def _long_only(records: Sequence[Record], name: str) -> str | None:
     original, shortest = records[0].original_max_position_embeddings, min(record.context_length for record in records)
     if original is None or shortest <= original:
         return None
-    name = ", ".join(filter(None, (name, training_words(records[0], tokens_name))))
+    name = ", ".join(filter(None, (name, training_words(records[0], count_name))))
     return (
         f"{name} is left out: the shortest length evaluated is {shortest} tokens, above the original "
         f"{original}, and a report has to show what short texts pay. Evaluate it at {original} tokens or fewer too "
@@ -400,42 +381,42 @@ def make_rows(records: Sequence[Record]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRecord]]]:
+def group_rows(records: Sequence[OneKind]) -> list[tuple[str, str, list[OneKind]]]:
     """Return (name, training, records) of each model, extension and training, in the order of ``make_rows``.
 
     The unpatched model's training is empty: "zero-shot" would say nothing of it.
     """
-    groups: dict[tuple[object, ...], list[AnyRecord]] = {}
+    groups: dict[tuple[object, ...], list[OneKind]] = {}
     for record in records:
         groups.setdefault(row_key(record), []).append(record)
     name_of = _namer(records)
-    rows = [(name_of(group[0]), training_words(group[0], tokens_name), group) for group in groups.values()]
+    rows = [(name_of(group[0]), training_words(group[0], count_name), group) for group in groups.values()]
     return sorted(rows, key=lambda row: not is_unpatched(row[2][0]))
 
 
-def _namer(records: Sequence[AnyRecord]) -> Callable[[Record | RetrievalRecord], str]:
+def _namer(records: Sequence[OneKind]) -> Callable[[AnyRecord], str]:
     """Return a function that names the row of one of these records: its rule, its label, and further differences."""
     differing = [
         name for name in ("model", "dtype", "attn_implementation") if len({getattr(one, name) for one in records}) > 1
     ]
     models = short_model_names(record.model for record in records)
 
-    def name_of(record: Record | RetrievalRecord) -> str:
+    def name_of(record: AnyRecord) -> str:
         besides: list[str] = [models[record.model] if name == "model" else getattr(record, name) for name in differing]
         return " · ".join(filter(None, (rule_name(record), record.label, *besides)))
 
     return name_of
 
 
-def all_of(records: Sequence[AnyRecord], name: str) -> str:
+def all_of(records: Sequence[OneKind], name: str) -> str:
     """Return all values of a field, each once."""
     return ", ".join(dict.fromkeys(str(getattr(record, name)) for record in records))
 
 
-def computed_with(records: Sequence[AnyRecord]) -> list[tuple[str, str]]:
+def computed_with(records: Sequence[OneKind]) -> list[tuple[str, str]]:
     """Return the tokenizer, all dtypes and attentions, and all versions, as pairs of a name and a value."""
 
-    def words(record: AnyRecord) -> str:
+    def words(record: OneKind) -> str:
         narrower = record.checkpoint_dtype not in ("", record.dtype)
         note = f" (the checkpoint is in {record.checkpoint_dtype})" if narrower else ""
         return f"{record.dtype}{note}, {record.attn_implementation} attention"
@@ -505,7 +486,7 @@ def _prompt_difference(rows: Sequence[GridRow]) -> str | None:
     return None
 
 
-def text_table(records: Sequence[Record | RetrievalRecord]) -> str:
+def text_table(records: Sequence[AnyRecord]) -> str:
     """Return results for a terminal: a line per protocol or task and row, a column per length; nothing is refused."""
     perplexities = [record for record in records if isinstance(record, Record)]
     retrievals = [record for record in records if isinstance(record, RetrievalRecord)]

@@ -10,7 +10,7 @@ from hf_posenc.reporting.comparable import Grid, GridRow, Row, Table, model_name
 from hf_posenc.reporting.looks import Looks
 from hf_posenc.reporting.page import Block, Cell, Figure, NumberTable, Panel, Paragraph
 from hf_posenc.reporting.plot import Chart, Line, draw_chart, length_ticks
-from hf_posenc.utils.units import length_name
+from hf_posenc.utils.units import length_name, size_name
 
 _LEGEND = (
     "Peak memory is the GPU's on CUDA, else that of the whole process since it began, so that of a later row is never "
@@ -80,14 +80,9 @@ def seconds_name(seconds: float) -> str:
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
 
 
-def bytes_name(count: int) -> str:
-    """Return ``1.26 GiB`` or ``597 MiB``."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
 def _cell(cost: Cost | None) -> Cell:
     if cost is None:
         return Cell("")
     if cost.other is not None:
         return Cell("", (f"in the {length_name(cost.other)} pass",))
-    return Cell(seconds_name(cost.seconds), (bytes_name(cost.peak_bytes),), cost.seconds)
+    return Cell(seconds_name(cost.seconds), (size_name(cost.peak_bytes),), cost.seconds)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hf_posenc.attention.staged import Stages
-from hf_posenc.evaluation.records import Record, RetrievalRecord
-from hf_posenc.evaluation.rows import row_key, short_model_names
+from hf_posenc.evaluation.records import AnyRecord
+from hf_posenc.evaluation.rows import row_key, rule_name, short_model_names
 from hf_posenc.methods.base import (
     STOPPED,
     DistanceMethod,
@@ -25,7 +25,6 @@ from hf_posenc.methods.base import (
     plain_frequencies,
 )
 from hf_posenc.methods.registry import read_method
-from hf_posenc.reporting.comparable import rule_name
 from hf_posenc.reporting.looks import Looks
 from hf_posenc.reporting.page import Block, Cell, Figure, NumberTable, Panel, Paragraph
 from hf_posenc.reporting.plot import Chart, Line, draw_chart
@@ -115,7 +114,7 @@ class PairRule:
 class Rule(PairRule):
     """A method as a model was extended with it; ``first`` is a record of it."""
 
-    first: Record | RetrievalRecord
+    first: AnyRecord
 
 
 def wavelengths(spec: RopeSpec) -> list[float]:
@@ -148,12 +147,12 @@ def stretch_chart(title: str, rule: PairRule, lines: Sequence[Line]) -> Chart:
     )
 
 
-def make_rules(records: Sequence[Record | RetrievalRecord]) -> list[list[Rule]]:
+def make_rules(records: Sequence[AnyRecord]) -> list[list[Rule]]:
     """Return the rules of each model of a report, in order of appearance, the unpatched one first.
 
     Records of models without a rotary embedding or an original length are left out.
     """
-    models: dict[tuple[Any, ...], dict[str, Record | RetrievalRecord]] = {}
+    models: dict[tuple[Any, ...], dict[str, AnyRecord]] = {}
     longest: dict[tuple[Any, ...], int] = {}
     for record in records:
         if not record.rope or record.original_max_position_embeddings is None:
@@ -166,7 +165,7 @@ def make_rules(records: Sequence[Record | RetrievalRecord]) -> list[list[Rule]]:
     return [sorted(of_model, key=lambda rule: rule.method.name != "none") for of_model in rules]
 
 
-def _rule(record: Record | RetrievalRecord, longest: int) -> Rule:
+def _rule(record: AnyRecord, longest: int) -> Rule:
     original = record.original_max_position_embeddings or 0
     spec = RopeSpec(original_max_position_embeddings=original, **record.rope)
     if record.method == "none":
@@ -175,7 +174,7 @@ def _rule(record: Record | RetrievalRecord, longest: int) -> Rule:
     return Rule(rule_name(record), spec, method, round(record.factor * original), record)
 
 
-def frequency_panels(records: Sequence[Record | RetrievalRecord], looks: Looks) -> list[Panel]:
+def frequency_panels(records: Sequence[AnyRecord], looks: Looks) -> list[Panel]:
     """Return a panel for each model whose records hold its frequencies; the list can be empty."""
     models, names = make_rules(records), short_model_names(record.model for record in records)
     return [

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hf_posenc.evaluation.records import Record, RetrievalRecord
+from hf_posenc.evaluation.records import AnyRecord
 from hf_posenc.evaluation.rows import row_key
 
 # Chosen by search near Okabe and Ito's, so that each has a contrast of at least 3 with its paper and every two of them
@@ -60,7 +60,7 @@ def numbered_look(number: int, variant: int = 0) -> Look:
     return Look(COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)], dashes)
 
 
-def make_looks(records: Sequence[Record | RetrievalRecord]) -> Looks:
+def make_looks(records: Sequence[AnyRecord]) -> Looks:
     """Return the look of each row of a report in all of its charts, by ``row_key``.
 
     The colour and the marker are the method's. Its rows (factors, options, models, labels) differ in their dashes. What

@@ -56,18 +56,18 @@ class PositionSchedule:
         """Return whether a block, by its index in the order of training, is read as short windows; evenly spread."""
         return int((index + 1) * self.short_share) > int(index * self.short_share)
 
-    def of(self, index: int, lengths: Sequence[int], *, short: bool | None = None) -> torch.Tensor:
+    def of(self, index: int, lengths: Sequence[int], *, short: bool = False) -> torch.Tensor:
         """Return the positions of a block.
 
         Args:
             index: In the order of training.
             lengths: Lengths of the documents, or parts of documents, in it.
-            short: Whether it is read as short windows; None: as ``short_share`` says.
+            short: Whether it is read as short windows.
 
         Returns:
             int64 ``(sum of lengths,)``.
         """
-        return torch.cat(list(self._documents(index, lengths, self.is_short(index) if short is None else short)))
+        return torch.cat(list(self._documents(index, lengths, short)))
 
     def _documents(self, index: int, lengths: Sequence[int], short: bool) -> Iterator[torch.Tensor]:
         generator = _generator(self.seed, index)

@@ -157,7 +157,7 @@ def _drawn(positions: PositionSchedule | None, lengths: list[int], batch_size: i
     if positions is None:
         return torch.cat([torch.arange(length) for length in lengths]).repeat(batch_size, 1)
     room = max(positions.target_length, sum(lengths) + _DOCUMENT)
-    long = replace(positions, short_share=0.0, target_length=room)
+    long = replace(positions, target_length=room)
     drawn = [long.of(index, lengths) for index in range(batch_size + 8)]
     return torch.stack(sorted(drawn, key=lambda row: -int(row.max()))[:batch_size])
 

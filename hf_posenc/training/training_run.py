@@ -33,7 +33,8 @@ from hf_posenc.publishing.card import write_card
 from hf_posenc.publishing.provenance import document_source, source_settings
 from hf_posenc.publishing.repository import Repository, make_repository
 from hf_posenc.publishing.trained_run import TrainedRun, TrainedStage
-from hf_posenc.training.answers import ANSWERS, ask, check_questions, table
+from hf_posenc.retrieving.measuring_retrieval import check_prompts, retrieval
+from hf_posenc.training.answers import ANSWERS, table
 from hf_posenc.training.base_model_facts import ModelFacts
 from hf_posenc.training.blending import SHORT_TEXTS, Blend, RetentionLimit, short_texts
 from hf_posenc.training.blocks import TrainingBlocks
@@ -230,7 +231,10 @@ class Run:
             with evaluation_mode(rotary.model):
                 check_head(rotary.model)
             if texts is None:
-                check_questions(plan.data, self.tokenizer)
+                if plan.data.eval_tasks:
+                    check_prompts(
+                        self.tokenizer, plan.data.eval_tasks, plan.data.task_lengths, plan.data.eval_questions
+                    )
                 texts = read_texts(self.tokenizer, documents, eval_documents, plan.data, vocab_size)
                 self._texts, short_retained = texts.held_out, self._retained_texts(rotary, texts.train)
                 if plan.keep is not None:
@@ -444,8 +448,18 @@ class Run:
 
     def _ask(self) -> list[RetrievalRecord]:
         """Ask the questions of the plan, and append the answers to the results; every process does, as it measures."""
-        facts = {"tokens_trained": self.tokens_trained, **self._to(ANSWERS)}
-        return ask(self.model, self.tokenizer, self.plan.data, **facts)
+        data = self.plan.data
+        if not data.eval_tasks:
+            return []
+        return retrieval(
+            self.model,
+            self.tokenizer,
+            data.eval_tasks,
+            data.task_lengths,
+            questions=data.eval_questions,
+            tokens_trained=self.tokens_trained,
+            **self._to(ANSWERS),
+        )
 
     def _measure_unextended(self, args: TrainingArguments) -> list[Record]:
         """Measure the model as it is without its extension; nothing where that is not the base model any more."""

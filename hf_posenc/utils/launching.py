@@ -59,8 +59,8 @@ def config_file(name: str) -> Path:
     )
 
 
-def launch_words(launch: LaunchArguments, command: str, argv: Sequence[str]) -> list[str] | None:
-    """Return the command that starts ``hf-posenc COMMAND ARGV`` as requested; None if this process is to go on itself.
+def launch_words(launch: LaunchArguments, argv: Sequence[str]) -> list[str] | None:
+    """Return the command that starts ``hf-posenc finetune ARGV`` as requested; None if this process is to go on itself.
 
     Raises:
         ValueError: An unknown configuration, or a flag of the launcher without one.
@@ -77,7 +77,7 @@ def launch_words(launch: LaunchArguments, command: str, argv: Sequence[str]) -> 
     file = config_file(given.pop("accelerate_config"))
     flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *flags]
-    return [*words, "-m", "hf_posenc", command, *argv]
+    return [*words, "-m", "hf_posenc", "finetune", *argv]
 
 
 def relaunch(words: Sequence[str]) -> None:

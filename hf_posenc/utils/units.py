@@ -41,6 +41,14 @@ class TokenCount(int):
         return super().__new__(cls, _parse(value, 1000, "300000, 300k or 1M") if isinstance(value, str) else value)
 
 
+def count_name(number: float) -> str:
+    """Return ``300k`` for 300000, ``1.5M`` for 1500000 and ``7.24B`` for 7240000000."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:g}"
+
+
 class Percent(float):
     """A share; ``1%`` and ``0.01`` are the same."""
 

@@ -200,7 +200,7 @@ sys.path.insert(0, sys.argv[2])
 import torch
 from transformers import EarlyStoppingCallback
 from hf_posenc import PerplexityCallback, patch_model, perplexity
-from hf_posenc.training import perplexity_callback
+from hf_posenc.evaluation import perplexity_callback
 from callback_runs import HELD_OUT, LENGTHS, make_trainer
 from tiny_llama import make_tiny_llama
 

@@ -115,5 +115,3 @@ def test_spread_takes_evenly():
     assert spread(range(10), 3) == [0, 3, 6]
     assert spread(range(3), 5) == [0, 1, 2]
     assert spread(range(3), None) == [0, 1, 2]
-    with pytest.raises(ValueError, match="max_documents"):
-        spread(range(3), 0)

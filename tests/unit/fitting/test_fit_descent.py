@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hf_posenc.fitting.descent import Descent, Step, mean_loss
+from hf_posenc.fitting.descent import Descent
 from hf_posenc.fitting.objectives.base import Objective
 from hf_posenc.fitting.rule import RuleParameters
 from hf_posenc.methods.registry import make_method
@@ -142,9 +142,3 @@ def test_bounds_hold_after_every_step(tmp_path: Path) -> None:
     while descent.done < STEPS:
         descent.step()
         assert bool((numbers(descent)[0].diff() >= 0).all())
-
-
-def test_the_mean_of_the_last_quarter() -> None:
-    history = [Step({"one": float(at)}, 0.0) for at in range(8)]
-    assert mean_loss(history, "one") == 6.5
-    assert mean_loss(history[:1], "one") == 0

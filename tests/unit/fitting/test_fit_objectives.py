@@ -225,7 +225,7 @@ def test_weights_that_cannot_be(words: list[str], message: str) -> None:
         ({"learning_rate": 0.0}, "learning.rate"),
         ({"keep_rotations": -1.0}, "keep.rotations"),
         ({"smoothness": -0.1}, "smoothness"),
-        ({"short_share": 1.5}, "short.share.*from 0 to 1, got 1.5"),
+        ({"short_share": 1.5}, "short.share.*between 0 and 1, got 1.5"),
         ({"held_out": -1}, "held.out"),
         ({"held_out_numbers": -1}, "numbers"),
         ({"teacher": "alibi"}, "teacher.*must be a method for RoPE, got 'alibi'"),

@@ -16,8 +16,9 @@ from hf_posenc.evaluation.intervals import bootstrap_interval
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.reporting import report, text_table
-from hf_posenc.reporting.comparable import make_tables, perplexity_name, tokens_name
+from hf_posenc.reporting.comparable import make_tables, perplexity_name
 from hf_posenc.reporting.plot import spread_labels
+from hf_posenc.utils.units import count_name
 from report_records import make_record, make_retrieval_record, read_page
 
 CURVES: dict[tuple[str, int], dict[int, float]] = {
@@ -326,7 +327,7 @@ def test_labels_move_apart_in_order_and_no_further_than_needed() -> None:
 
 def test_numbers_as_people_read_them() -> None:
     assert [perplexity_name(x) for x in (5.726, 28.333, 730.12, 12345.6)] == ["5.73", "28.33", "730.1", "12,346"]
-    assert [tokens_name(n) for n in (500, 300_000, 303_104, 1_500_000)] == ["500", "300k", "303k", "1.5M"]
+    assert [count_name(n) for n in (500, 300_000, 303_104, 1_500_000)] == ["500", "300k", "303k", "1.5M"]
 
 
 def test_a_model_whose_training_nobody_recorded_is_not_zero_shot(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +20,7 @@ from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation import perplexity, read_records
-from hf_posenc.evaluation.intervals import share_interval, student_quantile, wilson_interval
+from hf_posenc.evaluation.intervals import Share, share_interval, student_quantile
 from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
 from hf_posenc.retrieving.haystack import read_haystack
 from hf_posenc.retrieving.measuring_retrieval import retrieval
@@ -166,8 +166,8 @@ def test_a_random_model_scores_chance(characters: PreTrainedTokenizerFast) -> No
     records = ask(model, characters, [260], depths=[0, 50, 100], samples=20)
     right, tokens = sum(record.n_right for record in records), sum(record.n_tokens for record in records)
     assert tokens == 300
-    low, high = wilson_interval([1.0] * right + [0.0] * (tokens - right))
-    assert low < 0.1 < high
+    share = of_prompts([1.0] * right + [0.0] * (tokens - right))
+    assert share.low < 0.1 < share.high
     assert sum(record.num_forced or 0 for record in records) == 0
     assert len({record.forced for record in records}) > 10  # it does not say the same of every prompt
 
@@ -287,19 +287,18 @@ def test_an_interval_over_texts_holds_the_truth_as_often_as_it_says() -> None:
             texts += [text] * 30
         share = share_interval(scores, texts)
         held += share.low <= 0.6 <= share.high
-        low, high = wilson_interval(scores)
-        naive += low <= 0.6 <= high
+        share = of_prompts(scores)
+        naive += share.low <= 0.6 <= share.high
     assert held / 300 > 0.93
     assert naive / 300 < 0.75
 
 
 def test_an_interval_of_questions_depends_on_how_they_share_texts() -> None:
     scores = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
-    alone = share_interval(scores, range(8))
-    assert (alone.low, alone.high) == wilson_interval(scores)
+    alone = of_prompts(scores)
     assert (alone.counted, alone.is_over) == ("8 prompts", "prompts")
     one = share_interval(scores, [0] * 8)
-    assert (one.low, one.high) == wilson_interval(scores)
+    assert (one.low, one.high) == (alone.low, alone.high)
     assert (one.counted, one.is_over) == ("8 questions in 1 text", "the questions of one text")
     two = share_interval(scores, [0] * 4 + [1] * 4)
     assert (two.counted, two.is_over) == ("8 questions in 2 texts", "texts")
@@ -324,14 +323,17 @@ def test_students_quantiles_are_those_of_tables() -> None:
         assert student_quantile(degrees) == pytest.approx(value, rel=2e-3)
 
 
+def of_prompts(scores: Sequence[float]) -> Share:
+    """Each with a text of its own, so that the interval is Wilson's."""
+    return share_interval(scores, range(len(scores)))
+
+
 def test_wilson_intervals_solve_their_equation() -> None:
     """The bounds are the shares p with |share - p| = z sqrt(p (1 - p) / n)."""
     for right, count in ((3, 4), (0, 5), (5, 5), (17, 40)):
-        scores = [1.0] * right + [0.0] * (count - right)
-        for bound in wilson_interval(scores):
+        share = of_prompts([1.0] * right + [0.0] * (count - right))
+        for bound in (share.low, share.high):
             error = 1.959964 * math.sqrt(bound * (1 - bound) / count)
             assert abs(right / count - bound) == pytest.approx(error, abs=1e-9)
-    assert wilson_interval([1.0] * 5)[1] == 1
-    assert wilson_interval([0.5, 0.5]) == wilson_interval([1.0, 0.0])
-    with pytest.raises(ValueError, match="least one"):
-        wilson_interval([])
+    assert of_prompts([1.0] * 5).high == 1
+    assert of_prompts([0.5, 0.5]) == of_prompts([1.0, 0.0])

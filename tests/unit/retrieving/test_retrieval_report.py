@@ -13,7 +13,7 @@ import pytest
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.cli.main import main
-from hf_posenc.evaluation.intervals import wilson_interval
+from hf_posenc.evaluation.intervals import share_interval
 from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
 from hf_posenc.patching.api import patched
 from hf_posenc.reporting import report, text_table
@@ -40,10 +40,10 @@ def test_the_page_holds_shares_intervals_and_a_map_for_each_row(tmp_path: Path) 
     tables = read_page(paths.html.read_text()).tables
     by_length = tables["retrieval_passkey_table"]
     maps = {caption: rows for caption, rows in tables.items() if "_" not in caption}
-    low, high = wilson_interval([1, 1, 1, 0])
+    share = share_interval([1, 1, 1, 0], range(4))
     assert by_length[0] == ["method", "256", "1k"]
     assert by_length[1] == ["unpatched teacher-forced", "100 % 51–100", "0 % 0–49"]
-    assert by_length[3][2] == f"75 % {100 * low:.0f}–{100 * high:.0f}" == "75 % 30–95"
+    assert by_length[3][2] == f"75 % {100 * share.low:.0f}–{100 * share.high:.0f}" == "75 % 30–95"
     assert by_length[4] == ["yarn x4 zero-shot, written", "0 % 0–49", "0 % 0–49"]
     assert len(maps) == 4  # two rows, scored in two ways
     assert maps["yarn x4, zero-shot, teacher-forced"] == [

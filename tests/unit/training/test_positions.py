@@ -126,7 +126,7 @@ def test_the_short_share_of_the_blocks_is_read_in_plain_windows_and_spread_evenl
     assert all(sum(short[start : start + 10]) in (2, 3, 4) for start in range(990))
     assert sum(short) == 300
     index = short.index(True)
-    assert schedule.of(index, [19, 5]).tolist() == [*range(8), *range(8), *range(3), *range(5)]
+    assert schedule.of(index, [19, 5], short=True).tolist() == [*range(8), *range(8), *range(3), *range(5)]
     assert PositionSchedule(kind, 8, 64).is_short(index) is False
     assert PositionSchedule(kind, 8, 64, short_share=1.0).is_short(0) is True
 

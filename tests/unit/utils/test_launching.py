@@ -79,18 +79,18 @@ def test_the_distributed_tests_start_their_processes_as_the_configurations_do(
 
 def test_what_the_flag_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     argv = ["model", "--accelerate-config", "fsdp2", "--num-processes", "2"]
-    words = launch_words(LaunchArguments(accelerate_config="fsdp2", num_processes=2), "finetune", argv)
+    words = launch_words(LaunchArguments(accelerate_config="fsdp2", num_processes=2), argv)
     assert words is not None
     at = words.index("hf_posenc") - 1
     args = launch_command_parser().parse_args(words[3:])
     assert (Path(args.config_file), args.num_processes, args.module) == (CONFIGS / "fsdp2.yaml", 2, True)
     assert words[at:] == ["-m", "hf_posenc", "finetune", *argv]
-    assert launch_words(LaunchArguments(), "finetune", ["model"]) is None
+    assert launch_words(LaunchArguments(), ["model"]) is None
     own = tmp_path / "own.yaml"
     own.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE"}))
     assert config_file(str(own)) == own
     monkeypatch.setenv("HF_POSENC_LAUNCHED", "1")  # a process that was started so goes on itself
-    assert launch_words(LaunchArguments(accelerate_config="fsdp2"), "finetune", argv) is None
+    assert launch_words(LaunchArguments(accelerate_config="fsdp2"), argv) is None
 
 
 @pytest.mark.parametrize(
