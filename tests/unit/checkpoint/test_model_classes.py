@@ -10,6 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
@@ -20,6 +22,7 @@ from transformers import (
 
 from hf_posenc import describe, load_extended, patch_model, save_extended
 from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.checkpoint.pretrained import auto_class
 from hf_posenc.cli.main import main
 from tiny_llama import TINY_SIZES, make_tiny_tokenizer
 
@@ -116,3 +119,16 @@ def test_eval_of_an_adapter_loads_its_base(tmp_path: Path, capsys: pytest.Captur
     command = ["eval", str(tmp_path / "adapter"), "--documents", str(tmp_path / "text.txt"), "--context-lengths", "64"]
     assert main(command) == 0
     assert "unpatched" in capsys.readouterr().out
+
+
+def test_the_config_is_looked_for_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def read(source: str, **where: Any) -> LlamaConfig:
+        asked.append(where)
+        return LlamaConfig(architectures=["LlamaForCausalLM"])
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", read)
+    where = {"revision": "two", "subfolder": "inner", "local_files_only": True, "cache_dir": "here", "token": False}
+    assert auto_class("me/model", {**where, "dtype": "auto"}) is AutoModelForCausalLM
+    assert asked == [where]
