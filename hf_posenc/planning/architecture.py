@@ -23,7 +23,7 @@ _ATTENDING = ("full_attention", *_WINDOWED)
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class Architecture:
     """The facts of a model that a plan needs.
 
     Attributes:
@@ -66,7 +66,7 @@ class ModelFacts:
     unmasked: Mapping[str, int]
 
 
-def model_facts(config: PreTrainedConfig, name: str, original: int | None = None) -> ModelFacts:
+def read_architecture(config: PreTrainedConfig, name: str, original: int | None = None) -> Architecture:
     """Read a config, and count on a model without data.
 
     Args:
@@ -78,7 +78,7 @@ def model_facts(config: PreTrainedConfig, name: str, original: int | None = None
     declared = declared_extension(config, name)
     original = original or declared["original_max_position_embeddings"]
     heads = int(text.num_attention_heads)
-    return ModelFacts(
+    return Architecture(
         name=name,
         model_type=str(text.model_type),
         parameters=sum(parameter.numel() for parameter in model.parameters()),

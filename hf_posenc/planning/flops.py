@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_posenc.planning.architecture import ModelFacts
+from hf_posenc.planning.architecture import Architecture
 from hf_posenc.training.step_plan import StepPlan
 
 BACKWARD_ATTENTION = 2.5  # five products of block x block for the two forward (Dao 2023, arXiv:2307.08691, 4.1)
@@ -23,7 +23,7 @@ class Flops:
 
 
 def training_flops(
-    facts: ModelFacts, step: StepPlan, seq_len: int, num_tokens: int, *, group: int | None = None
+    facts: Architecture, step: StepPlan, seq_len: int, num_tokens: int, *, group: int | None = None
 ) -> Flops:
     """Count the operations of training on ``num_tokens`` tokens in blocks of ``seq_len``.
 
@@ -48,7 +48,7 @@ def training_flops(
     return Flops(parameters * num_tokens, attention * num_tokens)
 
 
-def attention_forward(facts: ModelFacts, window: int | None, group: int | None, seq_len: int) -> float:
+def attention_forward(facts: Architecture, window: int | None, group: int | None, seq_len: int) -> float:
     """Return a token's operations in one layer: two products with each key it sees, of every head."""
     reach = seq_len if window is None else min(window, seq_len)
     if group is not None:

@@ -16,7 +16,7 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.adapting import projections
 from hf_posenc.fitting.config import FitConfig
 from hf_posenc.fitting.cost import fit_cost, teacher_extension
-from hf_posenc.planning.architecture import ModelFacts
+from hf_posenc.planning.architecture import Architecture
 from hf_posenc.planning.flops import BACKWARD_ATTENTION, attention_forward
 from hf_posenc.utils.units import ContextLength
 
@@ -51,7 +51,7 @@ class PlannedFit:
         return {**asdict(self), "flops": self.flops}
 
 
-def predict_fit(config: PreTrainedConfig, facts: ModelFacts, target: int) -> PlannedFit | None:
+def predict_fit(config: PreTrainedConfig, facts: Architecture, target: int) -> PlannedFit | None:
     """Predict a fit on one text, with one held out.
 
     Args:

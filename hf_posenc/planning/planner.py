@@ -18,7 +18,7 @@ from hf_posenc.families.sliding_window import KEEP, choose_window
 from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.patching.extension import has_frequencies, original_length
 from hf_posenc.planning.advice import Advice, Situation, advise
-from hf_posenc.planning.architecture import ModelFacts, declared_extension, model_facts, tokens_read
+from hf_posenc.planning.architecture import Architecture, declared_extension, read_architecture, tokens_read
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.gpus import usable
 from hf_posenc.planning.inference_memory import Reading, kv_cache, predict_readings
@@ -64,7 +64,7 @@ class Plan:
         rate: Where the speed is from.
     """
 
-    model: ModelFacts
+    model: Architecture
     dtype: DtypeChoice
     requested_dtype: str | None
     target: int
@@ -207,7 +207,7 @@ def plan(
     if context_length > (tokens_read(declared, trained) or 0):
         static_method = possible_static_method(config, trained, context_length)
         no_staged = why_not_staged(config, trained, context_length)
-    facts = model_facts(config, name, trained)
+    facts = read_architecture(config, name, trained)
     original = _known_original(facts)
     if with_training:
         run = _with_given(run, token_budget, original_max_position_embeddings)
@@ -325,7 +325,7 @@ def _check(
         raise InvalidRequestError("give tokens_per_second or tflops, not both: each is the speed of training.")
 
 
-def _known_original(facts: ModelFacts) -> int:
+def _known_original(facts: Architecture) -> int:
     if facts.original is None:
         raise InvalidRequestError(
             f"{facts.name} does not say how many tokens it was trained on. Give "

@@ -262,7 +262,7 @@ def check_positions_arrive(trainer: Trainer, model: nn.Module, inputs: dict[str,
         )
 
 
-class RotaryCheck(TrainerCallback):
+class RotaryCallback(TrainerCallback):
     """Stop a run whose positions are not what they should be.
 
     Positions that are wrong do not crash: a run goes on for hours from a loss that is somewhat too high. The live

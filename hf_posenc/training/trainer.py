@@ -35,7 +35,7 @@ from hf_posenc.training.lora import base_not_looked_up
 from hf_posenc.training.run_folder import PARTIAL, clear_partial, move_into_place
 from hf_posenc.training.run_plan import RunPlan, StagePlan
 from hf_posenc.training.start_checks import (
-    RotaryCheck,
+    RotaryCallback,
     check_positions_arrive,
     expected_first_loss,
     probe_isolation,
@@ -110,7 +110,7 @@ def train(
                     own = range(args.process_index, stage.blocks_per_step, args.world_size)
                     expected = expected_first_loss(rotary, (blocks[index] for index in own), plan.step.logits_chunk)
             modules = remember_modules(model)
-            callbacks = [watch, RotaryCheck(rotary, expected, tolerance_of(rotary, autocast=bool(plan.step.bf16)))]
+            callbacks = [watch, RotaryCallback(rotary, expected, tolerance_of(rotary, autocast=bool(plan.step.bf16)))]
             trainer = LongTrainer(
                 model=model,
                 args=args,

@@ -28,14 +28,14 @@ from hf_posenc.cli.main import main
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.planning import plan, plan_text
 from hf_posenc.planning.advice import Situation, advise
-from hf_posenc.planning.architecture import model_facts
+from hf_posenc.planning.architecture import read_architecture
 from hf_posenc.planning.flops import training_flops
 from hf_posenc.planning.gpus import RESERVE
 from hf_posenc.planning.inference_memory import kv_cache
 from hf_posenc.planning.text import finetune_words, flags_of
 from hf_posenc.planning.training_memory import TrainingMemory, predict_training_memory
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
-from hf_posenc.training.base_model_facts import ModelFacts
+from hf_posenc.training.base_model_facts import Architecture
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.recipes import RECIPES
@@ -77,7 +77,7 @@ def test_the_kv_cache_is_transformers_own(window: int | None, kept: int) -> None
 
 
 def test_what_a_model_is() -> None:
-    facts = model_facts(LlamaConfig(**TINY_SIZES, tie_word_embeddings=True, dtype="bfloat16"), "tiny")
+    facts = read_architecture(LlamaConfig(**TINY_SIZES, tie_word_embeddings=True, dtype="bfloat16"), "tiny")
     assert (facts.model_type, facts.num_layers, facts.num_kv_heads, facts.head_dim) == ("llama", 2, 2, 16)
     assert (facts.original, facts.reads, facts.method, facts.dtype) == (64, 64, "none", "bfloat16")
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
@@ -85,14 +85,14 @@ def test_what_a_model_is() -> None:
     assert facts.parameters == facts.matrix_parameters + 5 * 64  # the norms
     assert facts.weight_bytes == 2 * facts.parameters
     scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
-    yarn = model_facts(LlamaConfig(**{**TINY_SIZES, "max_position_embeddings": 256}, rope_parameters=scaled), "x")
+    yarn = read_architecture(LlamaConfig(**{**TINY_SIZES, "max_position_embeddings": 256}, rope_parameters=scaled), "x")
     assert (yarn.original, yarn.reads, yarn.method, yarn.factor) == (64, 256, "yarn", 4)
     published = LlamaConfig(**{**TINY_SIZES, "max_position_embeddings": 32768})
     published._name_or_path = "mistralai/Mistral-7B-v0.1"
-    known = model_facts(published, "mistralai/Mistral-7B-v0.1")
+    known = read_architecture(published, "mistralai/Mistral-7B-v0.1")
     assert known.original == 8192  # what patches/mistral.toml knows, whatever the config declares
     experts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
-    moe = model_facts(Qwen3MoeConfig(**TINY_SIZES, **experts), "moe")
+    moe = read_architecture(Qwen3MoeConfig(**TINY_SIZES, **experts), "moe")
     assert moe.parameters - moe.matrix_parameters > 2 * 3 * 3 * 64 * 32  # three of four experts a layer, and more
 
 
@@ -109,7 +109,7 @@ def test_operations_are_those_that_pytorch_counts(checkpointing: bool, trainable
     matrices = sum(flops for op, flops in counted.items() if "bmm" not in str(op))
     batched = sum(flops for op, flops in counted.items() if "bmm" in str(op))
     run = FinetuneConfig("unused", gradient_checkpointing=checkpointing, trainable=trainable)
-    ours = training_flops(model_facts(config, "x"), run.step, 100, 100)
+    ours = training_flops(read_architecture(config, "x"), run.step, 100, 100)
     # The last row has no loss, and recomputing stops before a layer's last product, which nothing needs. Behind a
     # frozen embedding the inputs of the first queries, keys and values need no gradient.
     skipped = checkpointing * 2 * 2 * 128 * 64 * 100 + (trainable == "attention") * 2 * 64 * 128 * 100
@@ -120,8 +120,8 @@ def test_operations_are_those_that_pytorch_counts(checkpointing: bool, trainable
 
 
 def test_windows_and_groups_see_fewer_keys() -> None:
-    full = model_facts(MistralConfig(**TINY_SIZES, sliding_window=None), "x")
-    windowed = model_facts(MistralConfig(**TINY_SIZES, sliding_window=10), "x")
+    full = read_architecture(MistralConfig(**TINY_SIZES, sliding_window=None), "x")
+    windowed = read_architecture(MistralConfig(**TINY_SIZES, sliding_window=10), "x")
     keys = sum(min(i + 1, 10) for i in range(100)) / 100
     assert training_flops(windowed, RUN.step, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * keys)
     assert training_flops(full, RUN.step, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * 50.5)
@@ -211,7 +211,7 @@ def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callab
     run = FinetuneConfig.from_recipe(recipe, output_dir="unused", context_length=8192)
     in_4bit = bool(RECIPES[recipe].loading.get("load_in_4bit"))
     first = plan(model.config, 8192, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).training_options[0]
-    fitted = with_recipe(run, ModelFacts.of(RotaryModel(model)))
+    fitted = with_recipe(run, Architecture.of(RotaryModel(model)))
     assert first.seq_len == (fitted.seq_len or (8192 if fitted.position_schedule == "full" else 4096))
     assert (first.run, first.load_in_4bit) == (run, in_4bit)
 

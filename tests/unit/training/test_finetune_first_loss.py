@@ -22,7 +22,7 @@ from hf_posenc.patching.verification import RotaryMismatchError
 from hf_posenc.training import chunked_loss, finetune
 from hf_posenc.training.run_folder import read_log
 from hf_posenc.training.start_checks import (
-    RotaryCheck,
+    RotaryCallback,
     documents_of,
     expected_first_loss,
     tolerance_of,
@@ -57,7 +57,7 @@ def test_a_loss_that_is_rounding_alone_stops_no_run(tmp_path: Path) -> None:
     rotary = RotaryModel(AutoModelForCausalLM.from_pretrained(tiny_model_path()))
     given = TrainingArguments(str(tmp_path)), TrainerState(global_step=1), TrainerControl()
     for expected, loss, stops in ((2e-7, 4e-7, False), (0.0, 4e-7, False), (2e-7, 0.01, True), (3.0, 3.01, True)):
-        check = RotaryCheck(rotary, expected, tolerance=5e-4)
+        check = RotaryCallback(rotary, expected, tolerance=5e-4)
         with pytest.raises(RunStoppedError) if stops else nullcontext():
             check.on_log(*given, logs={"loss": loss})
 
