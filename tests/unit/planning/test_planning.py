@@ -35,7 +35,7 @@ from hf_posenc.planning.inference_memory import kv_cache
 from hf_posenc.planning.text import finetune_words, flags_of
 from hf_posenc.planning.training_memory import TrainingMemory, predict_training_memory
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
-from hf_posenc.training.base_model_facts import Architecture
+from hf_posenc.training.base_model_facts import ModelFacts
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.recipes import RECIPES
@@ -211,7 +211,7 @@ def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callab
     run = FinetuneConfig.from_recipe(recipe, output_dir="unused", context_length=8192)
     in_4bit = bool(RECIPES[recipe].loading.get("load_in_4bit"))
     first = plan(model.config, 8192, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).training_options[0]
-    fitted = with_recipe(run, Architecture.of(RotaryModel(model)))
+    fitted = with_recipe(run, ModelFacts.of(RotaryModel(model)))
     assert first.seq_len == (fitted.seq_len or (8192 if fitted.position_schedule == "full" else 4096))
     assert (first.run, first.load_in_4bit) == (run, in_4bit)
 
