@@ -45,6 +45,7 @@ from hf_posenc.utils.dtypes import (
     parse_dtype,
     remember_choice,
 )
+from hf_posenc.utils.hub import is_path
 from hf_posenc.utils.launching import own_device
 
 
@@ -228,7 +229,7 @@ def check_path(path: Path, given: str) -> None:
             raise InvalidRequestError(
                 f"{given!r} is a file. Give the folder it is in; only .gguf files are read alone."
             )
-    elif path.suffix == ".gguf" or given[:1] in "./~" or given.count("/") > 1:
+    elif is_path(given):
         raise MissingFileError(f"there is no {'file' if path.suffix else 'file or folder'} {given!r}.")
     else:
         check_hub(given)

@@ -28,6 +28,7 @@ from hf_posenc.patching.extension import describe_config, mark_on
 from hf_posenc.patching.lengths import MARK
 from hf_posenc.patching.verification import Verification, check_described
 from hf_posenc.utils.files import read_json
+from hf_posenc.utils.hub import is_path
 from hf_posenc.version import __version__
 
 RESULTS = "results.jsonl"  # what was measured of the model, in the folder it was saved to
@@ -212,7 +213,7 @@ def _describe_folder(source: str | Path) -> dict[str, Any]:
     """
     path = Path(source).expanduser()
     path = path.parent if path.name == CONFIG else path
-    if not path.exists() and (str(source)[:1] in "./~" or str(source).count("/") > 1):
+    if not path.exists() and is_path(str(source)):
         raise MissingFileError(f"there is no file or folder {str(source)!r}.")
     manifest_in_folder = find_manifest(path if path.is_dir() else source)
     if manifest_in_folder is not None:

@@ -45,6 +45,7 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.lengths import MARK
 from hf_posenc.utils.files import read_json, write_whole
+from hf_posenc.utils.hub import is_path
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def diagnose(source: Any, known: Known | None = None, *, live: bool = False) -> 
 def _config_file(path: Path, given: str) -> Path:
     """Return the config of a model or an adapter, in a folder or, downloaded with its manifest, on the Hub."""
     if not path.is_dir():
-        if path.suffix or given[:1] in "./~" or given.count("/") > 1:
+        if is_path(given):
             raise MissingFileError(f"there is no file or folder {given!r}.")
         check_hub(given)
     folder = folder_with(path if path.is_dir() else given, (CONFIG, ADAPTER_CONFIG, MANIFEST, TOKENIZER_CONFIG))

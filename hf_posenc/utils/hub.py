@@ -32,6 +32,11 @@ def is_repo_id(name: str) -> bool:
     return True
 
 
+def is_path(name: str) -> bool:
+    """Return whether a name of a model can only be that of a file or folder."""
+    return name.endswith((".json", ".gguf")) or not is_repo_id(name)
+
+
 def check_may_push(repo_id: str, token: str | None) -> None:
     """Raise what keeps a repository from being written to as far as this machine knows; nothing is asked of the Hub.
 

@@ -150,11 +150,12 @@ def test_a_hub_that_cannot_be_reached_is_reported_within_seconds(
         ["plan", "some/model", "--context-length", "64k"],
         ["patch", "some/model", "/tmp/never-written"],
         ["doctor", "some/model"],
+        ["doctor", "some/model-2.5-7b"],
         ["finetune", "some/model", "--documents", "novel:persuasion", "--output-dir", "/tmp/never-written"],
     ]
     for words in commands:
         line = said(capsys, *words)
-        assert line.startswith("'some/model' is no file or folder here, and the Hugging Face Hub cannot be reached")
+        assert line.startswith(f"{words[1]!r} is no file or folder here, and the Hugging Face Hub cannot be reached")
 
 
 @pytest.mark.parametrize("end", ["\r\n", "\r"])
