@@ -67,6 +67,7 @@ _CLASSES_OF_TASKS = {
     "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
 }
 # The files of an earlier checkpoint, a model's or an adapter's, that a new one must not be mixed with.
+UNFINISHED = "model.partial"  # the folder inside a checkpoint's in which its successor is being written
 CHECKPOINT_FILES = (
     MANIFEST,
     CONFIG,
@@ -153,7 +154,8 @@ def save_checkpoint(
             MANIFEST,
             "refuses the checkpoint" if is_encoding(manifest) else "reads the base model",
         )
-    partial = target.with_name(f"{target.name}.partial")  # moved into place when it is whole
+    # Moved into place when it is whole. Beside a folder that is there may be another device, or no leave to write.
+    partial = target / UNFINISHED if target.exists() else target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -331,6 +333,7 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
         RotaryMismatchError: The loaded model does not hold what the manifest says.
     """
     check_may_read(path, kwargs)
+    path = local if (local := Path(path).expanduser()).exists() else path
     prepare_libraries()  # PEFT's loading extends the base of an adapter
     manifest_in_folder = find_manifest(path, kwargs)
     if (adapter := folder_with(path, (ADAPTER_CONFIG,), kwargs)) is not None:
@@ -419,6 +422,8 @@ def _load_adapter(
         else:
             if base is None:
                 kwargs = {name: value for name, value in kwargs.items() if name not in _ONLY_OF_THE_ADAPTER}
+                if settings.revision is not None and not Path(source).exists():
+                    kwargs["revision"] = settings.revision
                 base = (load_extended if is_saved_by_us(source) else load_weights)(source, **kwargs)
             model = PeftModel.from_pretrained(base, str(path), **where)
     if manifest is not None:

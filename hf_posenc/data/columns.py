@@ -84,7 +84,7 @@ class Columns:
             known = "'text', 'messages', 'conversations', or 'prompt' with 'completion'"
             raise InvalidRequestError(f"{where} has no column {known}; it has: {_names_of(row)}. {_advice(row)}")
         values = [_value(row, name, where) for name in names]
-        beside = {name: row[name] for name in _BESIDE_CHATS if row.get(name) is not None}
+        beside = {name: _without_none(row[name]) for name in _BESIDE_CHATS if row.get(name) is not None}
         if len(names) == 1:
             return values[0] if isinstance(values[0], str) else {MESSAGES: values[0], **beside} if values[0] else ""
         prompt, completion = values
@@ -171,8 +171,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     """Return one message of a chat in the words of chat templates."""
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{where} is {_shown(message)}. A chat is a list of messages: {_A_CHAT}.")
-    # datasets adds None for missing fields.
-    fields = {name: value for name, value in message.items() if value is not None}
+    fields: dict[str, Any] = _without_none(message)
     if "from" in fields and "role" not in fields:
         speaker = fields.pop("from")
         if speaker not in _SPEAKERS:
@@ -187,6 +186,13 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if "content" in fields:
         fields["content"] = with_plain_line_ends(_content(fields["content"], where))
     return fields
+
+
+def _without_none(value: Any) -> Any:
+    """Return a value without the fields that are None, at any depth: datasets adds them where other rows have some."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _content(content: Any, where: str) -> str:

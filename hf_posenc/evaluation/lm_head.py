@@ -24,7 +24,10 @@ def head_logits(model: PreTrainedModel, hidden_states: torch.Tensor) -> torch.Te
     place of the body that returns the hidden states.
     """
     head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-    rows = hidden_states.to(next(head.parameters()).device).reshape(1, -1, hidden_states.shape[-1])
+    device = next(head.parameters()).device
+    if device.type != "meta":  # as of an offloaded head, whose hook moves what it is given
+        hidden_states = hidden_states.to(device)
+    rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
     with _body_that_returns(model, rows):
         # The class's own: what wraps the instance's forward (hooks, autocast, the training loss) is around this call.
         logits: torch.Tensor = type(model).forward(model, inputs_embeds=rows, use_cache=False).logits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 
@@ -31,6 +31,7 @@ _MONTHS = _words("January February March April May June July August September Oc
 _LETTERS_AND_DIGITS = "abcdefghijkmnopqrstuvwxyz" + 2 * "0123456789"
 _HEXADECIMAL = "0123456789abcdef"  # of few characters, so that more of a mark has to be compared
 _LONGEST_MARK = 27  # letters and digits: about as many tokens as a UUID has
+_TIMES_AS_MANY = 4  # marks of a form as are asked for, so that few are drawn twice
 _BETWEEN_GROUPS = "/_:+"  # no hyphen, as UUIDs have
 
 
@@ -100,8 +101,18 @@ class Marks:
         return self.between.join(self._group(rng) for _ in range(self.groups))
 
     def several(self, rng: Random, count: int) -> list[str]:
-        """Return different marks."""
-        return _different(count, lambda: self.one(rng))
+        """Return different marks; of more groups where there are few of this form."""
+        marks = self
+        while marks.number < _TIMES_AS_MANY * count:
+            marks = replace(marks, groups=marks.groups + 1)
+        return _different(count, lambda: marks.one(rng))
+
+    @property
+    def number(self) -> int:
+        """How many marks of the form there are, each character counted once."""
+        characters = {*self.characters}
+        digits = sum(character.isdigit() for character in characters)
+        return int((len(characters) ** self.size - digits**self.size) ** self.groups)
 
     def _group(self, rng: Random) -> str:
         while (group := "".join(rng.choices(self.characters, k=self.size))).isdigit():

@@ -20,7 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.data.installed_texts import INSTALLED, pieces
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.intervals import Ratio, paired_interval
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.retaining import retained_texts, whole_pieces
+from hf_posenc.utils.dtypes import round_to_stored
 
 logger = logging.getLogger(__name__)
 
@@ -125,25 +127,41 @@ class RetentionLimit:
         """Keep a copy of the weights that will be trained, in main memory."""
         self._start = _copies(model, {name for name, weight in model.named_parameters() if weight.requires_grad})
 
-    def blend(self, model: Any, **facts: Any) -> Blend:
+    def blend(self, model: Any, *, measure_start: bool = False, **facts: Any) -> Blend:
         """Give a trained model the largest share of its changes, in twentieths, within the limit on short texts.
 
         The whole is tried first, then the half; then a parabola through the differences of each kind says which share
         to try next, until it names none that is larger than one within the limit: the cost grows about as the square of
         a share, and a training can also lower what the extension costs. Where none is within it, the best is taken.
+
+        Args:
+            model: Trained.
+            measure_start: Measure the weights before the training again, as the model is extended further since then.
+            **facts: As for ``begin``.
         """
         trained, found = _copies(model, self._start.keys()), {0: self._before}
+
+        def measure(steps: int) -> None:
+            self._set(model, trained, steps)
+            found[steps] = self._differences(self._measure(model, **facts))
+
+        if measure_start:
+            measure(0)
         following: int | None = _STEPS
         while following is not None:
-            set_share(model, self._start, trained, following / _STEPS)
-            found[following] = self._differences(self._measure(model, **facts))
+            measure(following)
             following = next_share({steps: _values(found[steps]) for steps in found}, self.limit)
         worst = {steps: _worst(of_kinds) for steps, of_kinds in found.items()}
         kept = max((steps for steps in found if worst[steps] <= self.limit), default=min(worst, key=worst.__getitem__))
-        set_share(model, self._start, trained, kept / _STEPS)
+        self._set(model, trained, kept)
         blend = Blend(kept / _STEPS, self.limit, {steps / _STEPS: found[steps] for steps in found})
         logger.log(logging.INFO if blend.is_within else logging.WARNING, "%s", blend)
         return blend
+
+    def _set(self, model: Any, trained: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Set a share, in twentieths, of which is measured what will be saved."""
+        set_share(model, self._start, trained, steps / _STEPS)
+        round_to_stored(RotaryModel(model).model)
 
     def _measure(self, model: Any, **facts: Any) -> dict[str, Record]:
         return {

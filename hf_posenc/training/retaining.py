@@ -156,7 +156,7 @@ def written(model: PreTrainedModel, first: int, length: int, count: int, seed: i
 @torch.no_grad()
 def with_likely(model: PreTrainedModel, texts: torch.Tensor, position_ids: torch.Tensor, number: int) -> RetainedTexts:
     """Return texts, int64 ``(count, length)``, each at its positions, with the ``number`` likeliest next tokens."""
-    body, number, found = decoder_body(model), min(number, model.vocab_size), []
+    body, number, found = decoder_body(model), min(number, model.config.get_text_config(decoder=True).vocab_size), []
     with evaluation_mode(model), Progress("texts that are retained", len(texts), unit="texts") as bar:
         for text, positions in zip(texts.to(model.device), position_ids.to(model.device), strict=True):
             hidden = body(**document_arguments(text, positions), use_cache=False).last_hidden_state[0]

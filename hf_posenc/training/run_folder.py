@@ -124,7 +124,8 @@ def resumable(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        stages = sorted(folder.glob("stage-*/"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
+        numbered = [path for path in folder.glob("stage-*-*/") if path.name.split("-")[1].isdigit()]
+        stages = sorted(numbered, key=lambda path: int(path.name.split("-")[1]), reverse=True)
         checkpoint = next(filter(None, map(last_checkpoint, (folder, *stages))), None)
         started = checkpoint is not None or (isinstance(error, KeyboardInterrupt) and folder.exists())
         if started and os.environ.get("RANK", "0") == "0":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from hf_posenc.checkpoint.extended import save_checkpoint
+from hf_posenc.checkpoint.extended import UNFINISHED, save_checkpoint
 from hf_posenc.checkpoint.manifest import RESULTS, read_manifest
 from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
@@ -53,7 +53,7 @@ from hf_posenc.training.lora import (
 )
 from hf_posenc.training.retaining import long_retained_texts, retained_texts
 from hf_posenc.training.run_file import RUN_FILE, write_run
-from hf_posenc.training.run_folder import LOSS_LOG, open_run, read_log, resumable
+from hf_posenc.training.run_folder import LOSS_LOG, PARTIAL, open_run, read_log, resumable
 from hf_posenc.training.run_plan import RunPlan, StagePlan, naming_stage, plan_run
 from hf_posenc.training.train_log import LossLog
 from hf_posenc.training.trainer import train, training_arguments
@@ -63,7 +63,7 @@ from hf_posenc.utils.processes import from_main
 logger = logging.getLogger(__name__)
 
 # Checkpoints and stages of the run, whole or not, and names that begin with "_", as Trainer leaves them out.
-_NOT_PUSHED = ["checkpoint-*", "checkpoints.partial/*", "stage-*", "_*"]
+_NOT_PUSHED = ["checkpoint-*", f"{PARTIAL}/*", f"{UNFINISHED}/*", "stage-*", "_*"]
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,12 @@ class Run:
                 log = LossLog(stage.folder / LOSS_LOG, stage.tokens_per_step, self.tokens_trained, blocks.kinds)
                 train(self.model, args, blocks, plan, stage, log, checkpoint, self.tokens_trained)
                 if self._short_texts is not None:
-                    self._blend = self._short_texts.blend(self.model, tokens_trained=total, **self._to(SHORT_TEXTS))
+                    self._blend = self._short_texts.blend(
+                        self.model,
+                        measure_start=bool(self._stages),
+                        tokens_trained=total,
+                        **self._to(SHORT_TEXTS),
+                    )
         self._stages.append(TrainedStage(stage.positions.target_length, stage.max_steps, stage.num_tokens))
         self.tokens_trained = total
         return not finished

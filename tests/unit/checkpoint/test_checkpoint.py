@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -20,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from adapted_models import fit_adapted
 from hf_posenc import load_extended, patch_model, save_extended, unpatch_model
 from hf_posenc.assets import tiny_model_path
-from hf_posenc.checkpoint.extended import both_serializations
+from hf_posenc.checkpoint.extended import UNFINISHED, both_serializations
+from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
 from hf_posenc.patching.api import describe
 from hf_posenc.patching.verification import RotaryMismatchError
@@ -133,6 +135,39 @@ def test_saving_over_an_earlier_checkpoint_replaces_it(tmp_path: Path) -> None:
     assert not (tmp_path / "model.partial").exists()
 
 
+def test_files_move_within_a_folder_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a device of its own, as a container's volume is, and what is beside it not writable."""
+    model, path = extended(tmp_path)
+    replace = os.replace
+
+    def within(source: str | Path, target: str | Path) -> None:
+        if path in Path(target).parents and path not in Path(source).parents:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", within)
+    before = set(tmp_path.iterdir())
+    unpatch_model(model)
+    save_extended(patch_model(model, "linear", 2), path)
+    assert describe(load_extended(path))["method"] == "linear"
+    assert not (path / UNFINISHED).exists()
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_path_may_begin_with_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    extended(tmp_path)
+    assert describe(load_extended("~/model"))["method"] == "yarn"
+
+
+def test_a_rule_that_is_lost_is_not_read_as_the_base_model(tmp_path: Path) -> None:
+    save_extended(patch_model(make_model("Llama"), "dynamic_yarn", 4), tmp_path, make_tiny_tokenizer())
+    load_model(tmp_path)
+    (tmp_path / MANIFEST).unlink()
+    with pytest.raises(ValueError, match=r"extended by dynamic_yarn to 256 tokens, and context_extension\.json"):
+        load_model(tmp_path)
+
+
 def test_a_tokenizer_with_several_chat_templates_is_saved_over_an_earlier_one(tmp_path: Path) -> None:
     tokenizer = make_tiny_tokenizer()
     for text in ("first", "second"):  # Transformers writes the templates besides the default one to a folder
@@ -153,7 +188,7 @@ def dying_after(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
     def counted(change: Callable[..., None]) -> Callable[..., None]:
         def call(*paths: Path, **kwargs: Any) -> None:
-            changes_folder = folder in Path(paths[-1]).parents
+            changes_folder = folder in Path(paths[-1]).parents and UNFINISHED not in Path(paths[-1]).parts
             if changes_folder and len(done) == steps:
                 raise Died
             change(*paths, **kwargs)

@@ -56,6 +56,11 @@ def test_chats_of_sharegpt_and_of_datasets() -> None:
     assert read({"messages": filled_up}) == {"messages": CHAT}
     calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     assert read({"messages": [USER, calls]})["messages"][1] == {"role": "assistant", "tool_calls": calls["tool_calls"]}
+    # Arrow gives every struct of a column the fields of all.
+    wide = {"function": {"name": "f", "arguments": {"city": "Paris", "ticker": None}}}
+    row = read({"messages": [USER, {**calls, "tool_calls": [wide]}], "tools": [{"name": "f", "strict": None}]})
+    assert row["messages"][1]["tool_calls"] == [{"function": {"name": "f", "arguments": {"city": "Paris"}}}]
+    assert row["tools"] == [{"name": "f"}]
 
 
 @pytest.mark.parametrize(

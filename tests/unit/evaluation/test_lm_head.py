@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     FalconH1Config,
     Gemma2Config,
     GraniteConfig,
+    LlamaForCausalLM,
     LlamaModel,
     ModernBertDecoderConfig,
 )
@@ -122,3 +126,15 @@ def test_a_body_without_a_head_is_refused(tiny_llama):
 def test_row_chunks_cover_everything_once():
     assert [(rows.start, rows.stop) for rows in row_chunks(7, 3)] == [(0, 3), (3, 6), (6, 7)]
     assert list(row_chunks(0, 3)) == []
+
+
+@torch.no_grad()
+def test_a_head_that_is_offloaded_gets_what_its_hook_moves(
+    tiny_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
+) -> None:
+    model, hidden = tiny_llama(), torch.randn(1, 5, 64)
+    expected = head_logits(model, hidden)
+    away = dispatch_model(model, {"model": "cpu", "lm_head": "disk"}, offload_dir=tmp_path, force_hooks=True)
+    assert away.lm_head.weight.device.type == "meta"
+    check_head(away)
+    torch.testing.assert_close(head_logits(away, hidden), expected)

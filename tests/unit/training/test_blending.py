@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_posenc import patch_model
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.data.installed_texts import INSTALLED, pieces
 from hf_posenc.errors import InvalidRequestError
@@ -159,6 +160,18 @@ def test_a_limit_that_is_not_reached_changes_nothing(tmp_path: Path) -> None:
     result = run(tmp_path / "with", learning_rate=1e-4, keep=0.5)
     assert result.blend.share == 1
     assert_same_run(tmp_path / "without", tmp_path / "with", 8)
+
+
+def test_the_last_stage_is_compared_with_the_untrained_model_under_its_rule(tmp_path: Path) -> None:
+    """Under that of the first stage it costs less, and nothing of the training would be kept."""
+    given = {"method": "linear", "factor": None, "seq_len": None, "keep": 0.5, "eval_lengths": [256]}
+    result = run(tmp_path, **given, stages=["512:1024", "1024:2048"])
+    own = retained_texts(*tiny(), 6 * 256, 256, seed=1).ids
+    before = perplexity_of(tiny()[0], own)
+    costs = {factor: perplexity_of(patch_model(tiny()[0], "linear", factor), own) for factor in (2, 4)}
+    measured = result.blend.differences[0]["the model's own texts"].value
+    assert costs[4] / before == pytest.approx(measured, rel=5e-3)
+    assert costs[2] < 0.9 * costs[4]
 
 
 def test_an_extension_that_costs_more_is_said_before_and_the_best_share_is_saved(

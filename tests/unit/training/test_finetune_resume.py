@@ -15,7 +15,7 @@ from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.evaluation import read_records
 from hf_posenc.patching.api import describe, patch_model
 from hf_posenc.training import finetune, trainer
-from hf_posenc.training.run_folder import last_checkpoint, read_log
+from hf_posenc.training.run_folder import last_checkpoint, read_log, resumable
 from tiny_runs import SEQ, Build, config, killed_at, logits_of
 
 
@@ -165,3 +165,9 @@ def test_trainers_checkpoints_say_that_they_are_extended(
         torch.testing.assert_close(logits_of(plain), logits_of(result.model), rtol=0, atol=0)
         with pytest.raises(ValueError, match="already scaled: ntk, factor 2"):
             patch_model(plain, "ntk", 2)
+
+
+def test_a_folder_of_the_users_own_does_not_replace_the_error(tmp_path: Path) -> None:
+    (tmp_path / "stage-final-2").mkdir()
+    with pytest.raises(RuntimeError, match="the disk is full"), resumable(tmp_path):
+        raise RuntimeError("the disk is full")

@@ -24,6 +24,7 @@ from hf_posenc.data.examples import ExampleTokenizer
 from hf_posenc.data.tokens import MaskedTokens, Tokens
 from hf_posenc.mixtures import get_kind, kinds, kinds_of_steps, read_shares, register_kind
 from hf_posenc.mixtures.base import Kind, Material
+from hf_posenc.mixtures.made_up import Marks
 from hf_posenc.retrieving.tasks import tasks
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.blocks import MixedBlocks
@@ -274,6 +275,16 @@ def test_keys_are_names_or_marks_of_one_form_as_long_as_a_block_has_room_for(seq
     assert set(forms) == {"name", "title", "mark"}
     assert forms["mark"] > max(forms["name"], forms["title"])
     assert 0.9 * longest < max(lengths) <= longest
+
+
+def test_a_form_of_few_marks_gets_more_groups_where_many_are_needed() -> None:
+    few = Marks("0123456789abcdef", "/", 2, 2)
+    assert few.number == (16**2 - 10**2) ** 2
+    rng = Random(0)
+    assert {mark.count("/") for mark in few.several(rng, 6000)} == {1}
+    many = few.several(rng, 30_000)  # more than there are of two groups
+    assert len(set(many)) == 30_000
+    assert {mark.count("/") for mark in many} == {2}
 
 
 def test_the_values_of_a_dictionary_are_marks_alone_or_of_all_forms() -> None:

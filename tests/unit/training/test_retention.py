@@ -18,9 +18,10 @@ from hf_posenc.data.tokens import IGNORED
 from hf_posenc.training import FinetuneConfig, finetune, retaining
 from hf_posenc.training.chunked_loss import chunked_causal_lm_loss, chunked_lm_loss, divergence_from_likely
 from hf_posenc.training.positions import PositionSchedule
-from hf_posenc.training.retaining import long_retained_texts, retained_texts
+from hf_posenc.training.retaining import long_retained_texts, retained_texts, with_likely
 from hf_posenc.training.run_folder import read_log
 from hf_posenc.training.trainer import one_text_a_row
+from tiny_models import make_model
 from tiny_runs import assert_same_run, killed_at
 
 
@@ -294,3 +295,11 @@ def test_texts_of_one_length_are_rows_of_a_batch() -> None:
     torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-4, atol=1e-6)
     shorter = {name: value[:, :-56] for name, value in packed.items()}
     assert one_text_a_row(shorter)["input_ids"].shape == (1, 712)
+
+
+@pytest.mark.parametrize("family", ["GPTNeoX", "Llama"])
+def test_families_name_the_size_of_their_vocabulary_in_the_config(family: str) -> None:
+    model = make_model(family)
+    texts, positions = torch.arange(1, 25).view(2, 12), torch.arange(12).expand(2, 12)
+    kept = with_likely(model, texts, positions, 10_000)
+    assert kept.likely_ids.shape == (2, 12, model.config.vocab_size)
