@@ -19,6 +19,7 @@ from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG, load_extended
 from hf_posenc.checkpoint.manifest import (
     ADAPTER_CONFIG,
     CONFIG,
+    MANIFEST,
     base_of_adapter,
     find_manifest,
     is_encoding,
@@ -36,6 +37,7 @@ from hf_posenc.checkpoint.pretrained import (
 from hf_posenc.checkpoint.quantised import in_4bit
 from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.patching.extension import mark_on, rule_is_elsewhere
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import (
     DtypeChoice,
@@ -101,7 +103,10 @@ def load_model(
         if (weights := weights_source(source)) is not None:
             refuse_without_tokens(weights)
         with without_weight_bars():
-            model = (load_extended if is_saved_by_us(source) else load_weights)(source, **kwargs)
+            saved_by_us = is_saved_by_us(source)
+            model = (load_extended if saved_by_us else load_weights)(source, **kwargs)
+        if not saved_by_us:
+            _refuse_lost_rule(source, model)
         remember_choice(RotaryModel(model).model, choice)
         tokenizer = load_tokenizer(tokenizer_source(source), model)
     except OSError as error:
@@ -115,6 +120,20 @@ def load_model(
         model.to(device)  # type: ignore[arg-type]  # mypy takes Transformers' wrapper for a plain function
     model.train(False)
     return model, tokenizer
+
+
+def _refuse_lost_rule(source: str, model: PreTrainedModel) -> None:
+    """Raise for a model that says that it was extended by a rule that no config can hold, and has no manifest.
+
+    Raises:
+        ValueError: It would be read as the base model.
+    """
+    mark = mark_on(RotaryModel(model).text_config)
+    if mark is not None and rule_is_elsewhere(mark):
+        raise InvalidRequestError(
+            f"{source!r}: its config says that it was extended by {mark['method']} to {mark['context_length']} tokens, "
+            f"and {MANIFEST}, which holds the rule, is not there. Get that file too, or extend the base model again."
+        )
 
 
 def choose_dtype_of(source: str | Path, dtype: str | torch.dtype, device: str | torch.device | None) -> DtypeChoice:

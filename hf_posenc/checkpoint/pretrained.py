@@ -5,6 +5,8 @@ From a name on the Hugging Face Hub, a folder or a ``.gguf`` file.
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,7 +83,8 @@ def check_hub(name: str) -> None:
     import huggingface_hub as hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    if hub.constants.HF_HUB_OFFLINE or isinstance(hub.try_to_load_from_cache(name, CONFIG), str):
+    known = (hub.try_to_load_from_cache(name, file) for file in (CONFIG, ADAPTER_CONFIG))
+    if hub.constants.HF_HUB_OFFLINE or any(isinstance(file, str) for file in known):
         return
     try:
         hub.get_hf_file_metadata(hub.hf_hub_url(name, CONFIG), timeout=_HUB_SECONDS)
@@ -272,7 +275,7 @@ def open_gguf(path: Path) -> GGUFReader:
 
     Raises:
         ImportError: The gguf package is not installed.
-        ValueError: It is no GGUF file, or was cut off.
+        ValueError: It is no GGUF file, was cut off, or is a part of one.
     """
     try:
         from gguf import GGUFReader
@@ -281,9 +284,16 @@ def open_gguf(path: Path) -> GGUFReader:
             "reading a .gguf file needs more packages: pip install 'hf_posenc[smollm2]'"
         ) from error
     try:
-        return GGUFReader(path)
+        reader = GGUFReader(path)
     except (ValueError, IndexError) as error:
         raise InvalidRequestError(f"{str(path)!r} is not a GGUF file: {error}") from error
+    parts = reader.fields.get("split.count")
+    if parts is not None and parts.contents() > 1:
+        first = shlex.quote(re.sub(r"-\d{5}-of-", "-00001-of-", str(path)))
+        raise InvalidRequestError(
+            f"{path.name} is one of {parts.contents()} parts. Join them: llama-gguf-split --merge {first} whole.gguf"
+        )
+    return reader
 
 
 def gguf_rope(path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -132,7 +132,7 @@ def evaluate(argv: Sequence[str]) -> None:
         )
     print("\n".join([text_table(records), "", *reach_lines(records)]))
     if what.output is not None:
-        print(f"\nin {what.output}; a page with plots: hf-posenc report {what.output} --output-dir report")
+        print(f"\nin {what.output}; a page with plots: hf-posenc report {shlex.quote(what.output)} --output-dir report")
 
 
 def _defaults(given: argparse.Namespace) -> dict[str, Any]:

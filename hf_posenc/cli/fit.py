@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -99,7 +100,8 @@ def fit(argv: Sequence[str]) -> None:
     _save(given.model, output, what, result, documents_in_words, repository, as_adapter=where.save_adapter)
     shutil.rmtree(work_dir)
     loading = "load_extended" if where.save_adapter else "plain Transformers"
-    print(f"saved: {where.output}, which {loading} loads. To serve it: hf-posenc export {where.output} --to vllm")
+    export = shlex.join(["hf-posenc", "export", where.output, "--to", "vllm"])
+    print(f"saved: {where.output}, which {loading} loads. To serve it: {export}")
     if repository is not None:
         print(f"pushed: {repository.url}")
 

@@ -74,6 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"hf-posenc: error: {_in_words(error)}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError" or TRACEBACK in words:  # torch's, which is not imported here
+            raise
+        print(
+            f"hf-posenc: error: the device has too little memory: {str(error).splitlines()[0]} "
+            "`hf-posenc plan` says how much is needed, and what needs less.",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print("hf-posenc: interrupted", file=sys.stderr)
         return 130

@@ -69,6 +69,7 @@ def patch(argv: Sequence[str]) -> None:
     trained = tokens_trained(given.model)
     if loading.dtype == AUTO:
         loading.dtype = CHECKPOINT  # nothing is computed here but positions
+    loading.device = loading.device or "cpu"
     model, tokenizer = load_model(given.model, **vars(loading))
     refuse_extended(model, given.model, extension.on_scaled)
     if is_patched(model):

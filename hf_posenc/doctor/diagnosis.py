@@ -22,7 +22,7 @@ from hf_posenc.checkpoint.manifest import (
     needs_hf_posenc,
     read_manifest,
 )
-from hf_posenc.checkpoint.pretrained import check_hub, folder_with, is_gguf
+from hf_posenc.checkpoint.pretrained import check_hub, check_may_read, folder_with, is_gguf
 from hf_posenc.doctor.config_checks import Finding, read_meaning
 from hf_posenc.doctor.config_meaning import Known, reads_original
 from hf_posenc.doctor.gguf_file import look_at_gguf
@@ -124,7 +124,8 @@ def _config_file(path: Path, given: str) -> Path:
             return folder / name
     if path.is_dir():
         raise MissingFileError(f"folder {given!r} has no config.json.")
-    raise InvalidRequestError(f"cannot read {given!r}: the Hugging Face Hub has no such model, or no {CONFIG} in it.")
+    check_may_read(given, {})
+    raise InvalidRequestError(f"cannot read {given!r}: the Hugging Face Hub has no {CONFIG} in it.")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers import AutoConfig
 
-from hf_posenc.checkpoint.pretrained import gguf_rope
+from hf_posenc.checkpoint.pretrained import gguf_rope, open_gguf
 from hf_posenc.doctor.config_checks import ConfigMeaning, Finding, read_meaning
 from hf_posenc.doctor.config_meaning import ORIGINAL, Known
 from hf_posenc.doctor.transformers_readers import VERSIONS, flat_parameters, full_label, read_by, text_part
@@ -72,9 +72,7 @@ def look_at_gguf(
 
 def _metadata(path: Path) -> tuple[dict[str, Any], list[float] | None]:
     """Return length and base as the file states them, and Llama 3.1's divisors if it has those."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(path)
+    reader = open_gguf(path)
     family = reader.fields["general.architecture"].contents()
     stated = {key: reader.fields.get(f"{family}.{key}") for key in ("context_length", "rope.freq_base")}
     tensor = next((tensor for tensor in reader.tensors if tensor.name == _DIVISORS), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
@@ -291,14 +292,17 @@ def check_output(path: str | Path) -> None:
     """Raise before any work if records could not be written to a file of this name.
 
     Raises:
-        ValueError: It is a folder, or a file is where its folder should be.
+        ValueError: It is a folder, a file is where its folder should be, or this user may not write there.
     """
-    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    file = Path(path).absolute()
+    folder = next(parent for parent in file.parents if parent.exists())
     if Path(path).is_dir() or not folder.is_dir():
         what = f"{str(path)!r} is a folder" if Path(path).is_dir() else f"{str(folder)!r} is not a folder"
         raise InvalidRequestError(
             f"results cannot be written to {str(path)!r}: {what}. Give a file, such as results.jsonl."
         )
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise InvalidRequestError(f"results cannot be written to {str(path)!r} by this user. Give another file.")
 
 
 def whole_lines(path: Path) -> Iterable[str]:

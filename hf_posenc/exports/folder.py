@@ -66,6 +66,8 @@ class ExportFolder:
     @property
     def rope(self) -> dict[str, Any]:
         """The ``rope_parameters`` of config.json, without the name that Transformers before 4.43 had for the type."""
+        if "rope_parameters" not in self.config:
+            raise InvalidRequestError(f"{CONFIG} in {self.path!r} has its rule in a part of it, which no export reads.")
         return {key: value for key, value in self.config["rope_parameters"].items() if key != "type"}
 
     @property
@@ -128,6 +130,8 @@ class ExportFolder:
 
     def against_two_modes(self) -> list[str]:
         """Return why short requests are not to be read without the rule; nothing where they may be."""
+        if "rope_parameters" not in self.config:
+            return ["a rule in a part of config.json, as in models that read images too"]
         if self.adapter is None:
             is_trained = self.is_adapted or self.manifest["tokens_trained"] != 0
         else:  # short requests are read without it
@@ -218,7 +222,7 @@ def check_rule(folder: ExportFolder) -> None:
         stated = " and ".join(f"{key} {length:g}" for key, length in below.items())
         raise InvalidRequestError(
             f"{CONFIG} in {folder.path!r} has {stated}, at which servers stop before {folder.context_length} tokens. "
-            f"Raise it: hf-posenc doctor {folder.path} --fix {folder.path}."
+            f"Raise it: {command('hf-posenc', 'doctor', folder.path, '--fix', folder.path)}."
         )
 
 

@@ -79,7 +79,7 @@ def export_gguf(
             *comments,
             *notes_on_lists(folder),
             *(weights if trained != 0 else []),
-            command("llama-server", "-m", str(output), "-c", folder.context_length),
+            command("llama-server", "-m", str(target), "-c", folder.context_length),
             *notes_for_servers(folder),
         ]
     )
@@ -105,11 +105,6 @@ def _check_base(folder: ExportFolder, source: Path, reader: GGUFReader) -> None:
     if reader.byte_order == "S":
         raise InvalidRequestError(f"{source.name} is in the other byte order than this machine's. Convert it again.")
     metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-    if int(metadata.get("split.count", 1)) > 1:
-        raise InvalidRequestError(
-            f"{source.name} is one of {metadata['split.count']} parts. Join them: llama-gguf-split --merge "
-            f"{source.name} base.gguf"
-        )
     arch, config = ARCHITECTURES[folder.model_type], folder.config
     rows = {tensor.name: int(tensor.shape[-1]) for tensor in reader.tensors if tensor.name == "token_embd.weight"}
     sizes = {

@@ -209,7 +209,8 @@ def ollama(folder: ExportFolder) -> list[str]:
     of ``num_ctx`` (llm/llama_server.go, llm/server.go). The Modelfile is docs/modelfile.mdx.
     """
     check_file(folder)
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{Path(folder.path).resolve().name}-{folder.manifest['method']}")
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(folder.path).resolve().name).strip("-.")
+    name = f"{plain or 'model'}-{folder.manifest['method']}"
     instead = ("--as", folder.manifest["method"]) if folder.overrides else ()
     written = ("--base", "BASE.gguf", "--output", f"{name}.gguf")
     lines = [f"FROM ./{name}.gguf", f"PARAMETER num_ctx {folder.context_length}"]

@@ -67,9 +67,10 @@ def as_static(folder: ExportFolder, method: str) -> ExportFolder:
             f"{folder.path!r} was trained with {folder.manifest['method']} in place of RoPE: no static rule is near it."
         )
     if not folder.needs_hf_posenc:
+        again = ("hf-posenc", "patch", folder.path, "OUT", "--method", name, "--on-scaled", "replace")
         raise InvalidRequestError(
             f"{CONFIG} in {folder.path!r} says its rule already ({folder.manifest['method']}), and servers run that: "
-            f"leave --as out. For another rule: hf-posenc patch {folder.path} OUT --method {name} --on-scaled replace."
+            f"leave --as out. For another rule: {command(*again)}."
         )
     _check_base(folder)
     config = AutoConfig.from_pretrained(folder.path)

@@ -187,10 +187,11 @@ def mlx(folder: ExportFolder) -> list[str]:
 
 def _refuse_override(folder: ExportFolder, title: str) -> None:
     if folder.overrides:
+        method, length = folder.manifest["method"], folder.context_length
+        flags = ("--method", method, "--context-length", length, "--on-scaled", "replace")
         raise InvalidRequestError(
             f"{title} reads config.json only, and that of this folder is the base model's: it has no override for the "
-            f"rule. Save a model with it: hf-posenc patch {folder.path} OUT --method {folder.manifest['method']} "
-            f"--context-length {folder.context_length} --on-scaled replace."
+            f"rule. Save a model with it: {command('hf-posenc', 'patch', folder.path, 'OUT', *flags)}."
         )
 
 

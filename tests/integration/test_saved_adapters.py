@@ -20,6 +20,7 @@ from transformers import (
 from hf_posenc import describe, load_extended, patch_model, save_extended
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.manifest import MANIFEST
+from hf_posenc.checkpoint.pretrained import check_hub
 from hf_posenc.doctor.diagnosis import diagnose
 from hf_posenc.errors import HubUnreachableError
 from sharp_checkpoints import (
@@ -142,6 +143,32 @@ def test_an_adapter_is_found_in_another_cache(base: Path, tmp_path: Path, monkey
     in_the_cache(tmp_path / "adapter", tmp_path / "cache", "someone/adapter")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert describe(load_extended("someone/adapter", cache_dir=tmp_path / "cache"))["method"] == "yarn"
+
+
+def test_an_adapter_takes_the_revision_of_its_base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_peft(base, "yarn", tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    settings |= {"base_model_name_or_path": "someone/base", "revision": "v1"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    asked: list[tuple[str, Any]] = []
+
+    def load(source: str, **kwargs: Any) -> Any:
+        asked.append((source, kwargs.get("revision")))
+        return AutoModelForCausalLM.from_pretrained(base)
+
+    monkeypatch.setattr("hf_posenc.checkpoint.extended.load_weights", load)
+    monkeypatch.setattr("hf_posenc.checkpoint.extended.is_saved_by_us", lambda source: False)
+    assert describe(load_extended(tmp_path))["method"] == "yarn"
+    assert asked == [("someone/base", "v1")]
+
+
+def test_a_cached_adapter_needs_no_hub(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_peft(base, "yarn", tmp_path / "adapter")
+    in_the_cache(tmp_path / "adapter", tmp_path / "cache", "someone/adapter")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *args, **kwargs: pytest.fail("it was asked"))
+    check_hub("someone/adapter")
 
 
 def test_a_merged_model_in_the_folder_of_its_adapter_is_a_model(

@@ -106,6 +106,12 @@ def test_folders_have_both_modes_if_their_weights_are_those_of_the_base(
     assert "because of multi-head latent attention" in caplog.messages[-1]
     assert modes_of(save(tmp_path / "trained", tokens_trained=100)) is None
     assert "weights that were trained with the rule" in caplog.messages[-1]
+    config = tmp_path / "plain/config.json"  # as of a model that reads images too
+    nested = json.loads(config.read_text())
+    config.write_text(json.dumps({"model_type": "gemma3", "text_config": nested}))
+    modes_of.cache_clear()
+    assert modes_of(folder) is None
+    assert "a part of config.json" in caplog.messages[-1]
 
 
 def test_a_base_model_with_a_rule_of_its_own_is_served_by_that(

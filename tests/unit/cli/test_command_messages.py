@@ -135,6 +135,35 @@ def test_no_number_of_the_system_is_shown(capsys: pytest.CaptureFixture[str]) ->
     assert line == "'/proc/no' cannot be used: no such file or directory."
 
 
+def test_too_little_memory_of_a_device_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    def full(words: list[str]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr("hf_posenc.cli.main._command", full)
+    line = said(capsys, "eval", "model")
+    assert line.startswith("the device has too little memory: CUDA out of memory. Tried to allocate 2.00 GiB. ")
+
+
+def test_results_that_this_user_may_not_write_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from hf_posenc.evaluation.records import check_output
+
+    check_output(tmp_path / "new/results.jsonl")
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be written to .* by this user"):
+        check_output(tmp_path / "new/results.jsonl")
+
+
+def test_the_hub_in_offline_mode_is_not_said_to_lack_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "offline mode is set" in said(capsys, "doctor", "some/model")
+
+
 def test_a_hub_that_cannot_be_reached_is_reported_within_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -187,6 +188,14 @@ def test_ollama_gets_a_file_and_a_modelfile(
     subprocess.run(modelfile, shell=True, check=True)
     assert Path("Modelfile").read_text() == f"FROM ./{name}.gguf\nPARAMETER num_ctx 256\n"
     assert (create, run) == (f"ollama create {name} -f Modelfile", f"ollama run {name}")
+
+
+@pytest.mark.parametrize("saved", ["yarn"], indirect=True)
+def test_a_name_of_no_ascii_letters_is_no_flag(saved: tuple[str, Path, Frequencies], tmp_path: Path) -> None:
+    key, path, _ = saved
+    folder = shutil.copytree(path, tmp_path / "模型")
+    (create,) = (line for line in export_command(folder, "ollama").splitlines() if line.startswith("ollama create"))
+    assert shlex.split(create)[2] == f"model-{STATIC_METHODS[key][0]}"
 
 
 @pytest.mark.parametrize("saved", [key for key in STATIC_METHODS if key not in NO_FLAGS], indirect=True)

@@ -15,7 +15,9 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
 
 from gguf_files import write_gguf
+from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.cli.main import main
+from hf_posenc.doctor.diagnosis import diagnose
 from hf_posenc.exports import export_gguf
 from served_frequencies import extended
 from tiny_models import make_model
@@ -141,13 +143,16 @@ def test_bad_input_is_refused_and_nothing_is_written(base: Path, model: Path, tm
     wide = write_gguf(tmp_path / "wide.gguf", make_model("Llama", intermediate_size=96))
     deep = write_gguf(tmp_path / "deep.gguf", make_model("Llama", num_hidden_layers=3, vocab_size=160))
     qwen = damaged(shutil.copy(base, tmp_path / "qwen.gguf"), lambda content: content.replace(b"llama", b"qwen2"))
-    part = shutil.copy(base, tmp_path / "part.gguf")
+    part = shutil.copy(base, tmp_path / "m-00002-of-00003.gguf")
     writer = GGUFWriter(part, "llama")
     writer.add_uint16("split.count", 3)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    for read in (diagnose, load_model):
+        with pytest.raises(ValueError, match=r"is one of 3 parts"):
+            read(part)
     other, _ = extended(tmp_path / "olmo", "yarn", family="Olmo2")
     qwen3, _ = extended(tmp_path / "qwen3", "llama3", family="Qwen3")
     (tmp_path / "there.gguf").write_text("mine")
@@ -164,7 +169,7 @@ def test_bad_input_is_refused_and_nothing_is_written(base: Path, model: Path, tm
             "block_count is 3 there and 2 in the folder; rows of token_embd.weight is 160 there and 128",
         ),
         (model, out, qwen, "general.architecture is qwen2 there and llama in the folder"),
-        (model, out, part, r"part\.gguf is one of 3 parts\. Join them: llama-gguf-split --merge"),
+        (model, out, part, r"is one of 3 parts\. Join them: llama-gguf-split --merge .*/m-00001-of-00003\.gguf whole"),
         (model, tmp_path / "out.bin", base, r"takes the name of a \.gguf file"),
         (model, tmp_path / "no" / "out.gguf", base, "there is no folder"),
         (model, tmp_path / "there.gguf", base, r"there\.gguf' exists already"),
