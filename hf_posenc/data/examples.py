@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.data.columns import COMPLETION, MESSAGES, PROMPT, Columns
-from hf_posenc.data.reading import tokenize_documents
+from hf_posenc.data.reading import added_bos, tokenize_documents
 from hf_posenc.data.tokens import MaskedTokens, Tokens
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.utils.chat_templates import with_fixed_date
@@ -68,7 +68,7 @@ class ExampleTokenizer:
         made = cls(tokenizer, assistant_only_loss=True)
         made._made_up = True
         if tokenizer.chat_template is None:
-            begins = tokenizer("A").input_ids[:1] == [tokenizer.bos_token_id]
+            begins = added_bos(tokenizer) is not None
             made._own_template = ("{{ bos_token }}" if begins else "") + _LINES
         return made
 

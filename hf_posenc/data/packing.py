@@ -27,6 +27,7 @@ class PackedDocuments:
         documents: Token ids, each 1-D int64 and not empty, or masked tokens, which are taken as they are.
         seq_len: Tokens of a block, at least 2.
         eos_token_id: Appended to each document that does not end with it; None appends nothing.
+        bos_token_id: Put before each text that does not begin with it; None puts nothing.
         seed: Seed of the order of the documents.
         one_document: For models and launches that cannot keep the documents of a block apart.
 
@@ -46,6 +47,7 @@ class PackedDocuments:
         seq_len: int,
         *,
         eos_token_id: int | None,
+        bos_token_id: int | None = None,
         seed: int = 0,
         one_document: bool = False,
     ) -> None:
@@ -54,7 +56,7 @@ class PackedDocuments:
         if len(documents) == 0:
             raise InvalidRequestError("there are no documents to train on.")
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
-        ended = [_ended(documents[index], index, eos_token_id) for index in order]
+        ended = [_ended(documents[index], index, bos_token_id, eos_token_id) for index in order]
         lengths = torch.tensor([len(document) for document in ended])
         self.stream = torch.cat([document.ids for document in ended])
         self.counted = torch.cat([document.counted for document in ended])
@@ -158,14 +160,16 @@ def check_ids(documents: Sequence[torch.Tensor], vocab_size: int, kind: str = "d
             )
 
 
-def _ended(document: Tokens, index: int, eos_token_id: int | None) -> MaskedTokens:
-    """Return a document with its end-of-sequence token, and its mask."""
+def _ended(document: Tokens, index: int, bos_token_id: int | None, eos_token_id: int | None) -> MaskedTokens:
+    """Return a document with its tokens for beginning and end, and its mask; one that has a mask has them already."""
     ids = ids_of(document)
     if ids.ndim != 1 or len(ids) == 0:
         raise InvalidRequestError(f"document {index} must be a 1-D tensor of token ids, got shape {tuple(ids.shape)}.")
     if isinstance(document, MaskedTokens):
         return document
     ids = ids.to(dtype=torch.int64, device="cpu")
+    if bos_token_id is not None and ids[0] != bos_token_id:
+        ids = torch.cat([ids.new_tensor([bos_token_id]), ids])
     if eos_token_id is not None and ids[-1] != eos_token_id:
         ids = torch.cat([ids, ids.new_tensor([eos_token_id])])
     return MaskedTokens(ids, torch.ones(len(ids), dtype=torch.bool))

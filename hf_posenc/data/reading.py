@@ -122,6 +122,13 @@ def _holds_something(document: Document) -> bool:
     return any(value.strip() if isinstance(value, str) else value for value in document.values())
 
 
+def added_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token for the beginning of a text that a tokenizer puts before each by itself; None without one."""
+    bos: int | None = tokenizer.bos_token_id
+    first, alone = (tokenizer("A", add_special_tokens=added)["input_ids"][:1] for added in (True, False))
+    return bos if first == [bos] != alone else None
+
+
 def tokenize_documents(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> list[torch.Tensor]:
     """Turn each document into all of its token ids, int64 ``(num_tokens,)``.
 

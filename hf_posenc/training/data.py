@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.data.examples import ExampleTokenizer
 from hf_posenc.data.packing import PackedDocuments, check_ids
+from hf_posenc.data.reading import added_bos
 from hf_posenc.data.retained_texts import RetainedTexts
 from hf_posenc.data.tokens import MaskedTokens, Tokens, ids_of
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
@@ -90,7 +91,7 @@ def make_blocks(
     """Return the blocks that a stage is trained on.
 
     Args:
-        tokenizer: Its EOS ends each document.
+        tokenizer: Its EOS ends each document, and its BOS begins each if the tokenizer adds one to a text.
         texts: Texts of the run.
         data: How blocks are made.
         stage: How long they are, how their positions run, and how many of them are read.
@@ -107,6 +108,7 @@ def make_blocks(
         upsample(texts.train, positions.original_length, data.length_upsampling, stage.seed),
         stage.seq_len,
         eos_token_id=_eos(tokenizer, vocab_size),
+        bos_token_id=added_bos(tokenizer),
         seed=stage.seed,
         one_document=data.one_document,
     )

@@ -9,14 +9,18 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import BatchSamplerShard
+from tokenizers.processors import TemplateProcessing
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from hf_posenc.attention.shifted import make_groups
 from hf_posenc.data.packing import PackedDocuments, check_ids
+from hf_posenc.data.reading import added_bos
 from hf_posenc.data.tokens import MaskedTokens
 from hf_posenc.training.blocks import PackedBlocks, log_packing
 from hf_posenc.training.data import upsample
 from hf_posenc.training.positions import PositionSchedule
+from tiny_llama import make_tiny_tokenizer
+from tiny_runs import make_tokenizer
 from training_blocks import blocks_of, blocks_of_a_run
 
 EOS = 0
@@ -64,6 +68,25 @@ def test_every_token_is_there_once_and_none_is_predicted_from_another_document()
 def test_an_eos_already_there_is_not_doubled_and_none_can_be_asked_for():
     assert len(PackedDocuments([ids(5, EOS)], 2, eos_token_id=EOS)) == 1
     assert blocks_of(PackedDocuments([ids(5, 6)], 2, eos_token_id=None))[0]["input_ids"].tolist() == [5, 6]
+
+
+def test_a_text_begins_with_bos_where_the_tokenizer_puts_one():
+    documents = [ids(5, 6), ids(1, 7)]  # the second has it already
+    packed = PackedDocuments(documents, 2, eos_token_id=EOS, bos_token_id=1, seed=0)
+    assert sorted(packed.stream.tolist()) == sorted([1, 5, 6, EOS, 1, 7, EOS])
+    dialogue = MaskedTokens(ids(8, 9), torch.tensor([False, True]))
+    assert PackedDocuments([dialogue], 2, eos_token_id=EOS, bos_token_id=1).stream.tolist() == [8, 9]
+
+
+def test_which_tokenizers_put_one():
+    tokenizer = make_tiny_tokenizer()
+    assert added_bos(tokenizer) is None
+    tokenizer.bos_token = "~"
+    assert added_bos(tokenizer) is None  # it has one, and does not put it there
+    one = [("~", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="~ $A", special_tokens=one)
+    assert added_bos(tokenizer) == tokenizer.bos_token_id
+    assert added_bos(make_tokenizer()) is None  # it does not know "A", and its token for that is BOS
 
 
 def test_the_seed_decides_the_order():
