@@ -56,7 +56,7 @@ from hf_posenc.training.run_file import RUN_FILE, write_run
 from hf_posenc.training.run_folder import LOSS_LOG, PARTIAL, open_run, read_log, resumable
 from hf_posenc.training.run_plan import RunPlan, StagePlan, naming_stage, plan_run
 from hf_posenc.training.train_log import LossLog
-from hf_posenc.training.trainer import train, training_arguments
+from hf_posenc.training.trainer import meet_processes, train, training_arguments
 from hf_posenc.training.weights import trained_alone
 from hf_posenc.utils.processes import from_main
 
@@ -132,6 +132,7 @@ def finetune(
     """
     source = {**source_settings(documents), **(source or {})}
     plan = plan_run(config, ModelFacts.of(RotaryModel(model)), Launch.from_environment(), source)
+    meet_processes(plan.stages[0].trainer)
     run = Run(plan, model, tokenizer, tokens_trained, repository=from_main(lambda: open_repository(plan.hub)))
     return run.do(documents, eval_documents)
 
@@ -189,6 +190,7 @@ class Run:
     def do(self, documents: Documents, eval_documents: Documents | None = None) -> FinetuneResult:
         """Prepare the run, train and save every stage, and return the result; arguments as for ``finetune``."""
         with resumable(self.plan.folder):
+            meet_processes(self.plan.stages[0].trainer)
             self.prepare(documents, eval_documents)
             for stage in self.plan.stages:
                 is_new = self.train(stage)
@@ -319,7 +321,7 @@ class Run:
             set_seed(stage.seed)
             extend(RotaryModel(self.model), stage.extension)
         args = training_arguments(stage.trainer)
-        self._is_main = args.process_index == 0
+        self._is_main, self._are_several = args.process_index == 0, args.world_size > 1
         if args.world_size > 1 and getattr(RotaryModel(self.model).model, "hf_device_map", None) is None:
             model: Any = self.model
             model.to(args.device)  # every process to its own GPU, before the first forward
@@ -452,7 +454,7 @@ class Run:
             )
 
     def _ask(self) -> list[RetrievalRecord]:
-        """Ask the questions of the plan, and append the answers to the results; every process does, as it measures."""
+        """Ask the questions of the plan, and append the answers to the results; the processes share them."""
         data = self.plan.data
         if not data.eval_tasks:
             return []
@@ -478,14 +480,14 @@ class Run:
         return torch.random.fork_rng([args.device] if args.device.type == "cuda" else [])
 
     def _to(self, name: str) -> dict[str, Any]:
-        """Return where a measurement's records go, and whether its progress is shown: of the first process alone."""
-        return {"output": self.plan.folder / name if self._is_main else None, "progress": self._is_main}
+        """Return where a measurement's records go, whether its progress is shown, and whether processes share it."""
+        return {"output": self.plan.folder / name, "progress": self._is_main, "sharded": self._are_several}
 
     def _measure(self, tokens_trained: int) -> list[Record]:
         """Measure perplexity at the lengths that a held-out text reaches, and append it to the results.
 
-        Texts are cut in pieces of the longest length, so that short lengths are scored on many texts too. Every process
-        measures, so that none waits for another; the first writes the records and shows progress.
+        Texts are cut in pieces of the longest length, so that short lengths are scored on many texts too. The processes
+        share them; the first writes the records and shows progress.
         """
         data, texts = self.plan.data, self._texts
         if data.eval_documents == 0:

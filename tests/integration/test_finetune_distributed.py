@@ -187,7 +187,7 @@ def test_an_error_of_the_first_process_stops_all(tmp_path: Path):
 DECIDES = """
 import os, sys
 from accelerate import PartialState
-from hf_posenc.utils.processes import from_main
+from hf_posenc.utils.processes import from_main, leave_processes
 
 PartialState(cpu=True)
 def fail():
@@ -198,6 +198,7 @@ try:
 except (ValueError, RuntimeError) as error:
     said.append(f"{type(error).__name__}: {error}")
 open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").write("; ".join(said))
+leave_processes()
 """
 
 
