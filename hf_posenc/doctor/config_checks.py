@@ -54,6 +54,7 @@ from hf_posenc.patching.extension import (
 )
 from hf_posenc.patching.lengths import DECLARED, MARK, is_scaled, limits_below
 
+_ROTARY_KEYS = {"rope_parameters", "rope_scaling", "rope_theta"}
 _NO_SERIALIZATION = "No serialization helps there: take Transformers 4.57 or a newer 5."
 
 
@@ -77,6 +78,39 @@ class Finding:
     why: str
     todo: str = "hf-posenc doctor --fix writes a config that is right."
     mendable: bool = True
+
+
+def check_was_read(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Say where a config may rotate in a way that is not read: in parts of it, or in code of its own."""
+    if text_part(config)[0] or _ROTARY_KEYS & {key for key, value in config.items() if value}:
+        return
+    todo = "Load the model, and ask hf_posenc.describe and verify_model."
+    if unread := [path for path, part in _parts(config) if _ROTARY_KEYS & part.keys()]:
+        yield Finding(
+            "not-read",
+            "warning",
+            f"parts of the config that are not read here say how the model rotates: {', '.join(unread)}",
+            "Whether its positions are right is not known.",
+            todo,
+            mendable=False,
+        )
+    elif default_text(str(config.get("model_type"))) is None:
+        yield Finding(
+            "unknown-family",
+            "warning",
+            f"Transformers has no model_type {config.get('model_type')!r}",
+            "Its code may be in the checkpoint, so whether and how it rotates is not known.",
+            todo,
+            mendable=False,
+        )
+
+
+def _parts(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the configs of parts inside a config, and of parts of these, each by its path."""
+    for key, part in config.items():
+        if isinstance(part, Mapping) and ("model_type" in part or "hidden_size" in part or key.endswith("_config")):
+            yield f"{above}{key}", part
+            yield from _parts(part, f"{above}{key}.")
 
 
 def _check_words(facts: ConfigFacts) -> Iterator[Finding]:

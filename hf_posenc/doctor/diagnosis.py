@@ -23,7 +23,7 @@ from hf_posenc.checkpoint.manifest import (
     read_manifest,
 )
 from hf_posenc.checkpoint.pretrained import check_hub, check_may_read, folder_with, is_gguf
-from hf_posenc.doctor.config_checks import Finding, read_meaning
+from hf_posenc.doctor.config_checks import Finding, check_was_read, read_meaning
 from hf_posenc.doctor.config_meaning import Known, reads_original
 from hf_posenc.doctor.gguf_file import look_at_gguf
 from hf_posenc.doctor.information_reach import look_at_reach
@@ -169,7 +169,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
         lines += [(f"{version} loads", _reading(version, text)) for version in VERSIONS]
     if meaning.rope is not None and reads_original(meaning.rope.rope_type):
         lines.append(("needs", "Transformers 4.43 or newer; older ones accept only a dictionary with two fields"))
-    findings += meaning.findings
+    findings += [*meaning.findings, *check_was_read(config)]
     reach, hidden = look_at_reach(text, meaning)
     lines += reach
     findings += hidden

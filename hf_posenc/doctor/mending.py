@@ -13,7 +13,7 @@ from hf_posenc.checkpoint.extended import both_serializations
 from hf_posenc.doctor.config_checks import ConfigMeaning, read_meaning
 from hf_posenc.doctor.config_meaning import Known
 from hf_posenc.doctor.transformers_readers import default_text, full_label, is_nested, text_part
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import window_of_all_layers
@@ -120,7 +120,13 @@ def plain_config(text: dict[str, Any], meaning: ConfigMeaning) -> PreTrainedConf
         plain.pop("rope_theta", None)
         plain["rope_parameters"] = flat
     # Without a known original (a linear rule), the length there is: the frequencies do not depend on it.
-    plain["max_position_embeddings"] = int(meaning.original or text["max_position_embeddings"])
+    length = meaning.original or text.get("max_position_embeddings")
+    if length is None:
+        raise InvalidRequestError(
+            "the config says no length (max_position_embeddings), so no config can be written from it. Say what the "
+            f"model was trained on: {argument('original_max_position_embeddings')}."
+        )
+    plain["max_position_embeddings"] = int(length)
     if _ORIGINAL in plain:
         plain[_ORIGINAL] = plain["max_position_embeddings"]
     return type(usual).from_dict(plain)

@@ -319,3 +319,32 @@ def test_plain_configs_of_every_family_are_read() -> None:
     expected |= {"emu3", "mllama"} if IS_5_0 else set()
     assert unsound <= expected
     assert {"cohere", "falcon_h1", "olmo3"} <= unsound
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "words"),
+    [
+        (
+            {"model_type": "qwen2_5_omni", "thinker_config": {"text_config": {"rope_theta": 1e6, "hidden_size": 64}}},
+            "not-read",
+            "thinker_config.text_config",
+        ),
+        (
+            {"model_type": "t5gemma", "decoder": {"model_type": "t5_gemma_module", "rope_theta": 1e4}},
+            "not-read",
+            "decoder",
+        ),
+        ({"model_type": "chatglm", "seq_length": 8192, "rope_ratio": 50}, "unknown-family", "'chatglm'"),
+    ],
+)
+def test_what_is_not_read_is_not_called_sound(config: dict[str, Any], code: str, words: str) -> None:
+    diagnosis = diagnose(config)
+    (finding,) = (one for one in diagnosis.findings if one.code == code)
+    assert words in finding.what
+    assert not diagnosis.sound
+
+
+def test_a_config_without_a_length_is_not_corrected_by_a_traceback() -> None:
+    config = {"model_type": "falcon", "rope_scaling": {"type": "linear", "factor": 4.0}}
+    with pytest.raises(ValueError, match=r"no length \(max_position_embeddings\)"):
+        mended(config)
