@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_posenc.checkpoint.manifest import (
@@ -68,6 +68,7 @@ _CLASSES_OF_TASKS = {
 }
 # The files of an earlier checkpoint, a model's or an adapter's, that a new one must not be mixed with.
 UNFINISHED = "model.partial"  # the folder inside a checkpoint's in which its successor is being written
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 CHECKPOINT_FILES = (
     MANIFEST,
     CONFIG,
@@ -110,7 +111,7 @@ def both_serializations(config: dict[str, Any]) -> dict[str, Any]:
 def save_checkpoint(
     model: nn.Module,
     path: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     *,
     tokens_trained: int | None = 0,
     base_model: str | None = None,
@@ -166,6 +167,8 @@ def save_checkpoint(
                 model.save_pretrained(str(partial))  # type: ignore[operator]  # PEFT's model; mypy takes it for a tensor
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial, manifest["context_length"])
+        if whole and rotary.text_config is not base.config:
+            _copy_processor(base_model or base.name_or_path, partial)
         _write_manifest(partial, rotary, manifest, adapter=not whole)
         if finish is not None:
             finish(partial)
@@ -287,13 +290,23 @@ def _rewrite_config(file: Path, rotary: RotaryModel, manifest: dict[str, Any]) -
     write_whole(file, json.dumps(saved, indent=2, sort_keys=True) + "\n")
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: Path, length: int) -> None:
-    before = tokenizer.model_max_length
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, path: Path, length: int) -> None:
+    """Save a tokenizer, or a processor with the one inside, with the target as its limit."""
+    limited: Any = getattr(tokenizer, "tokenizer", tokenizer)
+    before = limited.model_max_length
     try:
-        tokenizer.model_max_length = length
+        limited.model_max_length = length
         tokenizer.save_pretrained(path)
     finally:
-        tokenizer.model_max_length = before
+        limited.model_max_length = before
+
+
+def _copy_processor(source: str | None, folder: Path) -> None:
+    """Copy what turns images and sounds into a model's inputs from where the model came from, if it is there."""
+    found = folder_with(source, PROCESSOR_FILES) if source else None
+    for name in PROCESSOR_FILES:
+        if found is not None and (found / name).is_file() and not (folder / name).exists():
+            shutil.copyfile(found / name, folder / name)
 
 
 def _move_into(partial: Path, target: Path) -> None:

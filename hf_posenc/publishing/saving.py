@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_posenc.checkpoint.extended import save_checkpoint
 from hf_posenc.checkpoint.manifest import RESULTS
@@ -21,7 +21,7 @@ from hf_posenc.utils.files import writable_folder
 def save_extended(
     model: nn.Module,
     path: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     *,
     tokens_trained: int | None = 0,
     base_model: str | None = None,
@@ -36,14 +36,15 @@ def save_extended(
     """Save a patched model so that Transformers 4.57 and 5 load it extended, without hf_posenc.
 
     A PEFT-wrapped model is saved as an adapter with the manifest beside it; ``load_extended`` applies it to the base.
-    Everything is written to a folder beside ``path`` and moved there at the end. What is pushed to the Hub is what was
+    Everything is written to a folder of its own and moved to ``path`` at the end. What is pushed to the Hub is what was
     written now, not what else is in the folder.
 
     Args:
         model: A model that ``patch_model`` extended, or one loaded extended. One that ``load_model`` widened to
             float32 for a CPU without bfloat16 is saved in its checkpoint's dtype.
         path: The folder; the files of an earlier checkpoint in it are replaced, others are left alone.
-        tokenizer: Saved too, with ``model_max_length`` set to the target.
+        tokenizer: Saved too, with ``model_max_length`` set to the target; or a processor, with its tokenizer. Without
+            one, the settings of a processor are copied from where the model came from.
         tokens_trained: Tokens it was fine-tuned on since, for the manifest; None if that is not known.
         base_model: Where the unextended model came from; None to take it from the config.
         fitted_on: For the manifest: what a fitted rule was fitted on, and how (``FitResult.facts``).

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaProcessor, PreTrainedModel
 
 from attention_models import in_chunks
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.checkpoint.pretrained import auto_class_of
+from hf_posenc.cli.main import main
 from model_types import IDS, config_class_of, tiny_config
+from tiny_llama import make_tiny_tokenizer
 from tiny_models import assert_same_state, logits, native, state
 
 REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64}
@@ -136,3 +138,17 @@ def test_load_extended_keeps_the_vision_tower(model_type: str, tmp_path: Path) -
     assert describe(loaded) == describe(model)
     assert torch.equal(logits(loaded, IDS), logits(model, IDS))
     assert_same_state(state(loaded), state(model))
+
+
+def test_a_processor_is_saved_with_the_model(tmp_path: Path) -> None:
+    image_processor = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)()
+    processor = LlavaProcessor(image_processor=image_processor, tokenizer=make_tiny_tokenizer(), patch_size=14)
+    tiny_vision_model("llava").save_pretrained(tmp_path / "base")
+    processor.save_pretrained(tmp_path / "base")
+    words = ["patch", str(tmp_path / "base"), str(tmp_path / "out"), "--method", "yarn", "--factor", "4"]
+    assert main([*words, "--original-max-position-embeddings", "64"]) == 0  # the settings beside the model
+    model = patch_model(tiny_vision_model("llava"), "yarn", 4, tokenizer=processor, **REQUEST)
+    save_extended(model, tmp_path / "given", processor)
+    for folder in ("out", "given"):
+        read = AutoProcessor.from_pretrained(tmp_path / folder)
+        assert (type(read), read.patch_size, read.tokenizer.model_max_length) == (LlavaProcessor, 14, 256)
