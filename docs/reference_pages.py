@@ -125,7 +125,8 @@ This page is made from the parsers of the commands. `hf-posenc COMMAND --help-al
   tokens; for budgets, `1M` is 1,000,000 tokens.
 - A flag can be written with hyphens or underscores, and can be shortened while it remains unambiguous.
 - The exit code is 0 when a command has done its work, 2 after a mistake in the request, with one message on stderr,
-  and 130 after Ctrl-C. `hf-posenc doctor` also exits with 1 if something is wrong with the checkpoint.
+  and 130 after Ctrl-C. `hf-posenc doctor` exits with 1 if something is wrong with the checkpoint, and
+  `hf-posenc export --verify` if the server does not run the method.
 - Every command takes `--traceback`, which shows where an error came from.
 - `python -m hf_posenc COMMAND` is the same program.
 """

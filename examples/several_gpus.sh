@@ -6,7 +6,7 @@
 # MODEL is a name on the Hub or a folder, TEXTS a text file or a folder of text files, NUM_PROCESSES the number of GPUs
 # (2 if left out). For example:
 #
-#   examples/several_gpus.sh meta-llama/Llama-3.2-1B my_texts outputs/longer 8 --token-budget 10M
+#   examples/several_gpus.sh HuggingFaceTB/SmolLM2-1.7B-Instruct my_texts outputs/longer 8 --token-budget 10M
 #
 # The command starts itself again in that many processes, through `accelerate launch`. ACCELERATE_CONFIG says how they
 # share the work, in place of fsdp2: multi_gpu (DDP: each GPU holds the whole model), zero2 or zero3 (DeepSpeed), or the

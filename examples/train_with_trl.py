@@ -2,8 +2,8 @@
 
 python examples/train_with_trl.py --output-dir outputs/trl
 
-The defaults run on a CPU: the tiny model of the package and pieces of its novels. Any Llama, Mistral or Qwen model of
-the Hub works in its place (--model), and any data that SFTTrainer takes.
+The defaults run on a CPU: the tiny model of the package and pieces of its novels. Most Llama, Mistral and Qwen models
+of the Hub work in its place (--model), and any data that SFTTrainer takes.
 """
 
 from __future__ import annotations
