@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,9 @@ _CLASSES_OF_TASKS = {
     "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
 }
-# The files of an earlier checkpoint, a model's or an adapter's, that a new one must not be mixed with.
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 UNFINISHED = "model.partial"  # the folder inside a checkpoint's in which its successor is being written
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+# The files of an earlier checkpoint, a model's or an adapter's, that a new one must not be mixed with.
 CHECKPOINT_FILES = (
     MANIFEST,
     CONFIG,
@@ -122,7 +122,7 @@ def save_checkpoint(
 
     Args:
         model, path, tokenizer, tokens_trained, base_model, fitted_on: As for ``save_extended``.
-        finish: Called with the folder beside ``path`` once it is complete, to add files before they are moved.
+        finish: Called with the complete folder before it is moved to ``path``, to add files.
 
     Returns:
         The folder.
@@ -155,7 +155,7 @@ def save_checkpoint(
             MANIFEST,
             "refuses the checkpoint" if is_encoding(manifest) else "reads the base model",
         )
-    # Moved into place when it is whole. Beside a folder that is there may be another device, or no leave to write.
+    # Moved into place when it is whole. The parent of an existing folder may be on another device, or not writable.
     partial = target / UNFINISHED if target.exists() else target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -167,8 +167,8 @@ def save_checkpoint(
                 model.save_pretrained(str(partial))  # type: ignore[operator]  # PEFT's model; mypy takes it for a tensor
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial, manifest["context_length"])
-        if whole and rotary.text_config is not base.config:
-            _copy_processor(base_model or base.name_or_path, partial)
+        if whole and rotary.text_config is not base.config and not isinstance(tokenizer, ProcessorMixin):
+            _copy_processor((base_model, base.name_or_path), partial)
         _write_manifest(partial, rotary, manifest, adapter=not whole)
         if finish is not None:
             finish(partial)
@@ -292,7 +292,7 @@ def _rewrite_config(file: Path, rotary: RotaryModel, manifest: dict[str, Any]) -
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, path: Path, length: int) -> None:
     """Save a tokenizer, or a processor with the one inside, with the target as its limit."""
-    limited: Any = getattr(tokenizer, "tokenizer", tokenizer)
+    limited: Any = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     before = limited.model_max_length
     try:
         limited.model_max_length = length
@@ -301,11 +301,11 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, path: P
         limited.model_max_length = before
 
 
-def _copy_processor(source: str | None, folder: Path) -> None:
-    """Copy what turns images and sounds into a model's inputs from where the model came from, if it is there."""
-    found = folder_with(source, PROCESSOR_FILES) if source else None
-    for name in PROCESSOR_FILES:
-        if found is not None and (found / name).is_file() and not (folder / name).exists():
+def _copy_processor(sources: Sequence[str | None], folder: Path) -> None:
+    """Copy the settings of what turns images and sounds into inputs, from the first source that has some."""
+    found = next(filter(None, (folder_with(source, _PROCESSOR_FILES) for source in sources if source)), None)
+    for name in _PROCESSOR_FILES:
+        if found is not None and (found / name).is_file():
             shutil.copyfile(found / name, folder / name)
 
 

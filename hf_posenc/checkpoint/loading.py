@@ -38,6 +38,7 @@ from hf_posenc.checkpoint.quantised import in_4bit
 from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.extension import mark_on, rule_is_elsewhere
+from hf_posenc.patching.lengths import MARK
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import (
     DtypeChoice,
@@ -132,7 +133,8 @@ def _refuse_lost_rule(source: str, model: PreTrainedModel) -> None:
     if mark is not None and rule_is_elsewhere(mark):
         raise InvalidRequestError(
             f"{source!r}: its config says that it was extended by {mark['method']} to {mark['context_length']} tokens, "
-            f"and {MANIFEST}, which holds the rule, is not there. Get that file too, or extend the base model again."
+            f"and {MANIFEST}, which holds the rule, is not there. Get that file too; or, if the model is not extended "
+            f"any more, remove {MARK} from its {CONFIG}."
         )
 
 

@@ -16,6 +16,7 @@ def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
     Raises:
         ValueError: It is a file or the model's own folder, or, unless it may, holds files that are not ours.
     """
+    from hf_posenc.checkpoint.extended import UNFINISHED
     from hf_posenc.checkpoint.manifest import MANIFEST
 
     folder = Path(output).expanduser().resolve()
@@ -24,7 +25,7 @@ def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
     writable_folder(output)
     if may_hold_files or not folder.is_dir() or (folder / MANIFEST).is_file():
         return
-    if found := sorted(path.name for path in folder.iterdir()):
+    if found := sorted(path.name for path in folder.iterdir() if path.name != UNFINISHED):
         raise InvalidRequestError(
             f"folder {output!r} is not empty and was not written by hf-posenc; it holds {', '.join(found[:8])}. "
             "Give a new folder, so that nothing is mixed up."

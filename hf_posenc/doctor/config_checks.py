@@ -54,7 +54,7 @@ from hf_posenc.patching.extension import (
 )
 from hf_posenc.patching.lengths import DECLARED, MARK, is_scaled, limits_below
 
-_ROTARY_KEYS = {"rope_parameters", "rope_scaling", "rope_theta"}
+_ROTARY_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 _NO_SERIALIZATION = "No serialization helps there: take Transformers 4.57 or a newer 5."
 
 
@@ -82,10 +82,10 @@ class Finding:
 
 def check_was_read(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Say where a config may rotate in a way that is not read: in parts of it, or in code of its own."""
-    if text_part(config)[0] or _ROTARY_KEYS & {key for key, value in config.items() if value}:
+    if text_part(config)[0] or any(config.get(key) for key in _ROTARY_KEYS):
         return
-    todo = "Load the model, and ask hf_posenc.describe and verify_model."
-    if unread := [path for path, part in _parts(config) if _ROTARY_KEYS & part.keys()]:
+    todo = "Load the model, and call hf_posenc.describe and verify_model."
+    if unread := [path for path, part in _parts(config) if any(part.get(key) for key in _ROTARY_KEYS)]:
         yield Finding(
             "not-read",
             "warning",

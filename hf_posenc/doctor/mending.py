@@ -123,7 +123,7 @@ def plain_config(text: dict[str, Any], meaning: ConfigMeaning) -> PreTrainedConf
     length = meaning.original or text.get("max_position_embeddings")
     if length is None:
         raise InvalidRequestError(
-            "the config says no length (max_position_embeddings), so no config can be written from it. Say what the "
+            "the config states no length (max_position_embeddings), so no config can be written from it. Say what the "
             f"model was trained on: {argument('original_max_position_embeddings')}."
         )
     plain["max_position_embeddings"] = int(length)

@@ -25,7 +25,7 @@ def head_logits(model: PreTrainedModel, hidden_states: torch.Tensor) -> torch.Te
     """
     head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     device = next(head.parameters()).device
-    if device.type != "meta":  # as of an offloaded head, whose hook moves what it is given
+    if device.type != "meta":  # the head is offloaded, and its hook moves what it is given
         hidden_states = hidden_states.to(device)
     rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
     with _body_that_returns(model, rows):

@@ -68,7 +68,7 @@ class Evaluation:
         processes.agree([hash_json(key) for key in keys.values()])
         self.records = {run: known[key] for run, key in keys.items() if key in known}
         self.progress = ProgressFile(None if output is None else output.with_name(output.name + ".progress"), processes)
-        if self.records:
+        if self.records and self.output is not None:
             logger.warning("%d of %d results are already in %s: not repeated.", len(self.records), len(keys), output)
 
     def measure(

@@ -450,7 +450,7 @@ def time_pass(run: FitRun, attention: RuleAttention) -> float:
     began = time.perf_counter()
     body = decoder_body(run.rotary.model)
     states = body(input_ids=ids.to(run.rotary.device), position_ids=positions, use_cache=False).last_hidden_state
-    float(states[0, -1, 0])  # a GPU is through with it then
+    float(states[0, -1, 0])  # waits until a GPU has finished
     return time.perf_counter() - began
 
 

@@ -32,7 +32,7 @@ class Material:
 
     Attributes:
         tokenizer: The model's.
-        documents: Token ids of each document that is trained on, int64 ``(num_tokens,)``, without EOS.
+        documents: Token ids of each document that is trained on, int64 ``(num_tokens,)``, without BOS and EOS.
         packed: The same, one after the other, in blocks of the run's length.
         seed: Seed of everything random.
         retained_texts: Texts with what the model predicted there before, by the kinds that need them.

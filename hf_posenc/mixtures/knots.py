@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from hf_posenc.data.reading import added_bos
 from hf_posenc.data.tokens import MaskedTokens, joined
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.mixtures import register_kind
@@ -48,8 +49,10 @@ class Knots(Kind):
 
     def __init__(self, material: Material) -> None:
         super().__init__(material)
-        eos = material.tokenizer.eos_token_id
-        self._end = _all(torch.tensor([] if eos is None else [eos], dtype=torch.int64))
+        self._begin, self._end = (
+            _all(torch.tensor([] if token is None else [token], dtype=torch.int64))
+            for token in (added_bos(material.tokenizer), material.tokenizer.eos_token_id)
+        )
         self._lengths = [len(document) for document in material.documents]
         shortest = 2 * _LEAST_CHUNK + self._tags(1, Random(0)).num_tokens
         if _DOCUMENTS * shortest > material.seq_len:
@@ -101,11 +104,15 @@ class Knots(Kind):
         return _Tags(behind, before, joined(order))
 
     def _excerpt(self, most: int, rng: Random) -> MaskedTokens:
-        """Return at most so many tokens of one document, EOS behind its end; longer documents come more often."""
+        """Return at most so many tokens of one document; longer documents come more often.
+
+        Its beginning has BOS before it, where the tokenizer puts one, and its end EOS behind it.
+        """
         (document,) = rng.choices(self.material.documents, self._lengths)
         start = rng.randint(0, max(0, len(document) - most))
         text = document[start : start + most]
-        return joined([_all(text), self._end if start + most >= len(document) else self._end[:0]])[:most]
+        begin = self._begin if start == 0 else self._begin[:0]
+        return joined([begin, _all(text), self._end if start + most >= len(document) else self._end[:0]])[:most]
 
     def _ids(self, text: str) -> torch.Tensor:
         return torch.tensor(self.material.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_posenc.attention.installation import attention_problem, check_attention, install_attention, remove_attention
 from hf_posenc.attention.interface import count_layers
@@ -132,7 +132,7 @@ def patch_model(
         RotaryMismatchError: The live frequencies are not what the config says, before or after patching.
     """
     rotary = RotaryModel(model)
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+    tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
         raise InvalidTypeError(f"tokenizer must be a tokenizer or a processor, got {type(tokenizer).__name__}.")
     if rotary.record is not None:

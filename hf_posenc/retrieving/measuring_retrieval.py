@@ -198,7 +198,8 @@ class _Prompting:
         left = sum(len(questions) for _, questions in todo)
         if left < len(run_keys):
             done = len(run_keys) - left
-            logger.warning("%d of %d results are already in %s: not repeated.", done, len(run_keys), self.output)
+            if self.output is not None:
+                logger.warning("%d of %d results are already in %s: not repeated.", done, len(run_keys), self.output)
         if self.reads_anew and left > len(todo):
             logger.warning(
                 "each of %d questions is read with its whole text, for the frequencies of rope_type %s change with the "

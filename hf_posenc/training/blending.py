@@ -127,7 +127,7 @@ class RetentionLimit:
         """Keep a copy of the weights that will be trained, in main memory."""
         self._start = _copies(model, {name for name, weight in model.named_parameters() if weight.requires_grad})
 
-    def blend(self, model: Any, *, measure_start: bool = False, **facts: Any) -> Blend:
+    def blend(self, model: Any, *, trained_before: int | None = None, **facts: Any) -> Blend:
         """Give a trained model the largest share of its changes, in twentieths, within the limit on short texts.
 
         The whole is tried first, then the half; then a parabola through the differences of each kind says which share
@@ -136,17 +136,18 @@ class RetentionLimit:
 
         Args:
             model: Trained.
-            measure_start: Measure the weights before the training again, as the model is extended further since then.
+            trained_before: Tokens that the weights before the training had been trained on, to measure them again,
+                because the model has been extended further since then; None where it has not.
             **facts: As for ``begin``.
         """
         trained, found = _copies(model, self._start.keys()), {0: self._before}
 
-        def measure(steps: int) -> None:
+        def measure(steps: int, **changed: Any) -> None:
             self._set(model, trained, steps)
-            found[steps] = self._differences(self._measure(model, **facts))
+            found[steps] = self._differences(self._measure(model, **{**facts, **changed}))
 
-        if measure_start:
-            measure(0)
+        if trained_before is not None:
+            measure(0, tokens_trained=trained_before)
         following: int | None = _STEPS
         while following is not None:
             measure(following)
@@ -159,7 +160,7 @@ class RetentionLimit:
         return blend
 
     def _set(self, model: Any, trained: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Set a share, in twentieths, of which is measured what will be saved."""
+        """Set a share, in twentieths, rounded as it will be saved."""
         set_share(model, self._start, trained, steps / _STEPS)
         round_to_stored(RotaryModel(model).model)
 

@@ -237,7 +237,7 @@ class PackingSummary:
 
     Attributes:
         num_documents: Documents packed, each as often as it is read in a pass.
-        num_tokens: Tokens of these documents, the added end-of-sequence tokens among them.
+        num_tokens: Tokens of these documents, the added ones for beginnings and ends among them.
         num_repeated: Tokens that a pass reads twice, to fill a block.
         num_blocks: Blocks that are trained on, those of later passes counted again.
         num_trained: Tokens of these blocks, with padding.

@@ -108,7 +108,7 @@ def make_blocks(
         upsample(texts.train, positions.original_length, data.length_upsampling, stage.seed),
         stage.seq_len,
         eos_token_id=_eos(tokenizer, vocab_size),
-        bos_token_id=added_bos(tokenizer),
+        bos_token_id=_bos(tokenizer, vocab_size),
         seed=stage.seed,
         one_document=data.one_document,
     )
@@ -180,12 +180,24 @@ def _eos(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
             "the tokenizer has no end-of-sequence token, so none is put after each document, and the model does not "
             "learn where a text ends. Set tokenizer.eos_token to the one the model was trained with."
         )
-    elif not 0 <= eos < vocab_size:
+    else:
+        _check_id("eos_token_id", eos, vocab_size)
+    return eos  # type: ignore[no-any-return]  # tokenizers leave it untyped
+
+
+def _bos(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
+    bos = added_bos(tokenizer)
+    if bos is not None:
+        _check_id("bos_token_id", bos, vocab_size)
+    return bos
+
+
+def _check_id(name: str, token: int, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
         raise InvalidRequestError(
-            f"the tokenizer's eos_token_id is {eos}, but the model's vocabulary has {vocab_size} ids: they do not "
+            f"the tokenizer's {name} is {token}, but the model's vocabulary has {vocab_size} ids: they do not "
             "belong together, or model.resize_token_embeddings(len(tokenizer)) is missing."
         )
-    return eos  # type: ignore[no-any-return]  # tokenizers leave it untyped
 
 
 def read_stream(
@@ -291,7 +303,7 @@ def check_enough_text(texts: Texts, data: DataPlan, stage: StagePlan) -> None:
             f"measuring: {argument('eval_documents', 0)}."
         )
     num_tokens = sum(document.numel() for document in train)
-    if num_tokens + len(train) < seq_len:  # each may get an end-of-sequence token
+    if num_tokens + 2 * len(train) < seq_len:  # each may get tokens for its beginning and its end
         raise InvalidRequestError(
             f"the {_count(train)} to train on hold {num_tokens:,} tokens in all, {100 * num_tokens / seq_len:.1f} % of "
             f"one block of {seq_len:,}: the model would read the same words over and over within a block. Give more "

@@ -63,9 +63,9 @@ def training_arguments(options: Mapping[str, Any]) -> TrainingArguments:
 
 
 def meet_processes(options: Mapping[str, Any]) -> None:
-    """Join a distributed run's processes as the settings of a stage have it, before anything else of a run does.
+    """Join a distributed run's processes by the settings of a stage (``ddp_timeout``, ``ddp_backend``).
 
-    What would join them without these settings (``ddp_timeout``, ``ddp_backend``) would settle it for the whole run.
+    The first call that joins them decides these settings for the whole run.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         training_arguments(options)

@@ -112,7 +112,8 @@ def finetune(
 
     Args:
         model: A causal language model; extended by ``config``'s method unless it is extended already.
-        tokenizer: Its tokenizer; ends each document with its EOS.
+        tokenizer: Its tokenizer; ends each document with its EOS, and begins it with its BOS if it puts one before a
+            text by itself.
         documents: Texts, or their token ids (int64, 1-D), or rows of a dataset with a column ``text``, ``messages``
             (chats, put through the tokenizer's chat template), or ``prompt`` and ``completion``. Config says what of
             them counts in the loss (``assistant_only_loss``, ``completion_only_loss``).
@@ -176,6 +177,7 @@ class Run:
         if isinstance(tokens_trained, bool) or not isinstance(tokens_trained, int) or tokens_trained < 0:
             raise InvalidRequestError(f"tokens_trained must be a whole number >= 0, got {tokens_trained!r}.")
         self.plan, self.model, self.tokenizer, self.tokens_trained = plan, model, tokenizer, tokens_trained
+        self._tokens_before = tokens_trained
         self._is_base = (is_adapted(model) or not tokens_trained) if is_base is None else is_base
         self._repository = repository
         self._stages: list[TrainedStage] = []
@@ -360,7 +362,7 @@ class Run:
                 if self._short_texts is not None:
                     self._blend = self._short_texts.blend(
                         self.model,
-                        measure_start=bool(self._stages),
+                        trained_before=self._tokens_before if self._stages else None,
                         tokens_trained=total,
                         **self._to(SHORT_TEXTS),
                     )
@@ -481,7 +483,8 @@ class Run:
 
     def _to(self, name: str) -> dict[str, Any]:
         """Return where a measurement's records go, whether its progress is shown, and whether processes share it."""
-        return {"output": self.plan.folder / name, "progress": self._is_main, "sharded": self._are_several}
+        output = self.plan.folder / name if self._is_main else None  # only the first writes
+        return {"output": output, "progress": self._is_main, "sharded": self._are_several}
 
     def _measure(self, tokens_trained: int) -> list[Record]:
         """Measure perplexity at the lengths that a held-out text reaches, and append it to the results.

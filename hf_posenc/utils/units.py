@@ -43,9 +43,10 @@ class TokenCount(int):
 
 def count_name(number: float) -> str:
     """Return ``300k`` for 300000, ``1.5M`` for 1500000 and ``7.24B`` for 7240000000."""
+    rounded = float(f"{number:.3g}")  # 999,936 are 1M
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
+        if rounded >= unit:
+            return f"{rounded / unit:g}{name}"
     return f"{number:g}"
 
 

@@ -132,7 +132,7 @@ def test_saving_over_an_earlier_checkpoint_replaces_it(tmp_path: Path) -> None:
     assert not list(path.glob("model-0*"))
     assert (path / "notes.txt").read_text() == "mine"
     assert (path / "my_lora.safetensors").read_bytes() == b"mine"
-    assert not (tmp_path / "model.partial").exists()
+    assert not (path / UNFINISHED).exists()
 
 
 def test_files_move_within_a_folder_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_tokenizer_with_several_chat_templates_is_saved_over_an_earlier_one(tm
         _, path = extended(tmp_path, tokenizer=tokenizer)
         assert (path / "additional_chat_templates/tools.jinja").read_text() == text
     assert describe(load_extended(path))["method"] == "yarn"
-    assert not (tmp_path / "model.partial").exists()
+    assert not (path / UNFINISHED).exists()
 
 
 class Died(BaseException):
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_is_replaced_is_old_or_new_or_refused_wherever_it_dies
     assert changed[-2:] == ["replace config.json", f"replace {MANIFEST}"]
     assert "replace model.safetensors" in changed[:-2]
     assert seen == {"old", "refused", "new"}
-    assert not (tmp_path / "model.partial").exists()
+    assert not (path / UNFINISHED).exists()
 
 
 def test_a_merged_model_replaces_its_adapter(tmp_path: Path) -> None:

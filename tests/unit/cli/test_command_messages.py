@@ -253,3 +253,14 @@ def test_memory_lines_name_the_method(caplog: pytest.LogCaptureFixture) -> None:
             perplexity(model, documents, [64], progress=False)
     lines = [line.partition(": ")[0] for line in caplog.messages if line.startswith("memory in MB")]
     assert lines == ["memory in MB", "memory in MB", "memory in MB, linear", "memory in MB, linear"]
+
+
+def test_a_folder_in_which_saving_was_killed_is_as_if_it_were_empty(tmp_path: Path) -> None:
+    from hf_posenc.checkpoint.extended import UNFINISHED
+    from hf_posenc.cli.output_folders import check_folder
+
+    (tmp_path / UNFINISHED).mkdir()
+    check_folder("some/model", tmp_path, may_hold_files=False)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"it holds notes\.txt\."):
+        check_folder("some/model", tmp_path, may_hold_files=False)

@@ -346,5 +346,5 @@ def test_what_is_not_read_is_not_called_sound(config: dict[str, Any], code: str,
 
 def test_a_config_without_a_length_is_not_corrected_by_a_traceback() -> None:
     config = {"model_type": "falcon", "rope_scaling": {"type": "linear", "factor": 4.0}}
-    with pytest.raises(ValueError, match=r"no length \(max_position_embeddings\)"):
+    with pytest.raises(ValueError, match=r"states no length \(max_position_embeddings\)"):
         mended(config)

@@ -327,7 +327,9 @@ def test_labels_move_apart_in_order_and_no_further_than_needed() -> None:
 
 def test_numbers_as_people_read_them() -> None:
     assert [perplexity_name(x) for x in (5.726, 28.333, 730.12, 12345.6)] == ["5.73", "28.33", "730.1", "12,346"]
-    assert [count_name(n) for n in (500, 300_000, 303_104, 1_500_000)] == ["500", "300k", "303k", "1.5M"]
+    assert [count_name(n) for n in (500, 300_000, 303_104, 999_936, 1_500_000)] == [
+        *("500", "300k", "303k", "1M", "1.5M")
+    ]
 
 
 def test_a_model_whose_training_nobody_recorded_is_not_zero_shot(tmp_path: Path) -> None:

@@ -151,6 +151,24 @@ def test_right_ones_come_to_the_weights(broken: Path, capsys: pytest.CaptureFixt
     assert re.search("error: the weights of .* a file is damaged or was cut off", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("mix", [None, "knots=1"])
+def test_texts_begin_with_what_the_tokenizer_puts_before_them(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mix: str | None
+) -> None:
+    for module in ("training.data", "mixtures.knots"):
+        monkeypatch.setattr(f"hf_posenc.{module}.added_bos", lambda tokenizer: 7)
+    seen: list[torch.Tensor] = []
+    make = PackedDocuments.__init__
+
+    def remember(self: PackedDocuments, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        seen.append(self.stream)
+
+    monkeypatch.setattr(PackedDocuments, "__init__", remember)
+    run(base, tmp_path / "run", task_mix=mix, token_budget=512)
+    assert int(seen[0][0]) == 7
+
+
 def test_the_documents_of_a_mixture_are_those_that_are_not_held_out(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
