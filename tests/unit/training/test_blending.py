@@ -19,6 +19,7 @@ from hf_posenc.training import FinetuneConfig, blending, finetune
 from hf_posenc.training.blending import SHORT_TEXTS, next_share, set_share
 from hf_posenc.training.retaining import retained_texts
 from hf_posenc.training.run_file import read_run
+from hf_posenc.utils.dtypes import DtypeChoice, remember_choice
 from tiny_runs import assert_same_run
 
 
@@ -208,3 +209,15 @@ def test_a_run_file_may_give_the_limit_in_percent(tmp_path: Path) -> None:
     for words, value in (('"1.5%"', 0.015), ("0.015", 0.015), ("1", 1.0)):
         (tmp_path / "run.toml").write_text(f"keep = {words}\n")
         assert read_run(tmp_path / "run.toml", (FinetuneConfig,)) == {"keep": value}
+
+
+def test_a_share_is_measured_as_it_is_saved() -> None:
+    """On a CPU without bfloat16 a checkpoint in it is widened, and its weights are rounded when they are saved."""
+    model, _ = tiny()
+    remember_choice(model, DtypeChoice(torch.float32, torch.bfloat16, "this CPU has no bfloat16"))
+    limit = blending.RetentionLimit({}, 0.01)
+    limit.remember(model)
+    trained = {name: weight.detach() * 1.001 for name, weight in model.named_parameters()}
+    limit._set(model, trained, 10)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight, torch.lerp(limit._start[name], trained[name], 0.5).bfloat16().float())
