@@ -7,6 +7,7 @@
 # Paths a user gives are relative to CALLED_FROM.
 
 CALLED_FROM=$PWD
+unset CDPATH  # with which cd may go to another folder
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 HF_POSENC_VERSIONS=${HF_POSENC_VERSIONS:-pinned}

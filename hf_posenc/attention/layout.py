@@ -266,8 +266,8 @@ def text_positions(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def written_slots(key: torch.Tensor, value: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cut the free slots of a static cache off: those that the last query does not see, at the end."""
-    seen = dense[0, 0, -1]
+    """Cut the free slots of a static cache off: those that the last query of no row sees, at the end."""
+    seen = dense[:, 0, -1]
     seen = seen if seen.dtype == torch.bool else seen == 0
-    stop = int(seen.nonzero()[-1]) + 1
+    stop = int(seen.any(0).nonzero()[-1]) + 1
     return key[:, :, :stop], value[:, :, :stop], dense[..., :stop]

@@ -77,7 +77,8 @@ def next_commands(name: str, what: CompareConfig, model: PreTrainedModel, taken:
     from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC
 
     length = length_name(what.context_length)
-    folder = f"{Path(name).name}-{length}"
+    here = Path(name).expanduser()
+    folder = f"{(here.resolve() if here.exists() else here).name}-{length}"
     if taken.method == "none" and taken.holds:
         longer = ["--documents", "LONGER_TEXTS", "--context-lengths", 2 * int(what.context_length), "--method", "auto"]
         words = shlex.join(map(str, ["hf-posenc", "eval", name, *longer]))

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _command(words) or 0
     except BrokenPipeError:  # a reader such as `head` has had enough
         sys.stderr.close()
-    except (HfPosencError, ValueError, OSError) as error:  # ours; and values and files that others refuse
+    except (HfPosencError, ValueError, OSError, OverflowError) as error:  # ours; and what others refuse
         if TRACEBACK in words:
             raise
         print(f"hf-posenc: error: {_in_words(error)}", file=sys.stderr)

@@ -320,7 +320,7 @@ def append_line(path: Path, line: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         lead = b"\n" if _cut_torn_tail(file) else b""
-        file.write(lead + line.encode("utf-8") + b"\n")
+        file.write(lead + line.encode("utf-8", "backslashreplace") + b"\n")  # a path in a command may be no UTF-8
 
 
 def _cut_torn_tail(file: BinaryIO) -> bool:

@@ -150,12 +150,13 @@ def stretch_chart(title: str, rule: PairRule, lines: Sequence[Line]) -> Chart:
 def make_rules(records: Sequence[AnyRecord]) -> list[list[Rule]]:
     """Return the rules of each model of a report, in order of appearance, the unpatched one first.
 
-    Records of models without a rotary embedding or an original length are left out.
+    Records of models without a rotary embedding or an original length are left out, and those of methods or options
+    that are not known here: of another package, or another version.
     """
     models: dict[tuple[Any, ...], dict[str, AnyRecord]] = {}
     longest: dict[tuple[Any, ...], int] = {}
     for record in records:
-        if not record.rope or record.original_max_position_embeddings is None:
+        if not record.rope or record.original_max_position_embeddings is None or not _is_known(record):
             continue
         key = (record.model, record.original_max_position_embeddings, *sorted(record.rope.items()))
         rule = json.dumps([record.method, record.factor, record.options], sort_keys=True)
@@ -163,6 +164,13 @@ def make_rules(records: Sequence[AnyRecord]) -> list[list[Rule]]:
         longest[key] = max(record.context_length, longest.get(key, 0))
     rules = [[_rule(record, longest[key]) for record in found.values()] for key, found in models.items()]
     return [sorted(of_model, key=lambda rule: rule.method.name != "none") for of_model in rules]
+
+
+def _is_known(record: AnyRecord) -> bool:
+    try:
+        return record.method == "none" or bool(read_method(record.method, record.factor, record.options))
+    except (ValueError, TypeError):
+        return False
 
 
 def _rule(record: AnyRecord, longest: int) -> Rule:

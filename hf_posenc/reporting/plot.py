@@ -41,6 +41,7 @@ _STYLE: dict[str, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "svg.fonttype": "path",
+    "text.parse_math": False,  # names may have dollars
     "svg.hashsalt": "hf_posenc",
 }
 

@@ -50,7 +50,7 @@ def writable_folder(output: str | Path) -> Path:
 def write_whole(path: Path, content: bytes | str) -> Path:
     """Write a file, text as UTF-8, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    partial.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
     return partial.replace(path)
 
 

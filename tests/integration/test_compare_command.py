@@ -147,10 +147,14 @@ def test_a_dictionary_is_one_more_row(book: Path, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(("factor", "length"), [({"factor": 4.0}, []), ({}, ["--context-length", "512"])])
-def test_the_commands_after_it_have_the_dictionary(factor: dict[str, float], length: list[str]) -> None:
+def test_the_commands_after_it_have_the_dictionary(
+    factor: dict[str, float], length: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dictionary = json.dumps({"rope_type": "yarn", **factor})
     what = CompareConfig(ContextLength(512), rope_scaling=dictionary)
     taken = Recommendation(ROPE_SCALING, ROPE_SCALING, (ROPE_SCALING,), ROPE_SCALING, (), True, STATIC)
+    monkeypatch.chdir(tmp_path)
+    assert f" . {tmp_path.name}-" in next_commands(".", what, make_tiny_llama(), taken)[1]
     _, patch, finetune, export = next_commands("my/model", what, make_tiny_llama(), taken)
     assert shlex.split(patch) == ["hf-posenc", "patch", "my/model", "model-512", "--rope-scaling", dictionary, *length]
     assert shlex.split(finetune)[5:7] == ["--rope-scaling", dictionary]

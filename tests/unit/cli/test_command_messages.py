@@ -148,6 +148,10 @@ def test_too_little_memory_of_a_device_is_said_in_a_line(
     assert line.startswith("the device has too little memory: CUDA out of memory. Tried to allocate 2.00 GiB. ")
 
 
+def test_a_factor_beyond_all_numbers_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "infinity" in said(capsys, "list", "methods", "yarn", "--factor", "1e308")
+
+
 def test_results_that_this_user_may_not_write_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from hf_posenc.evaluation.records import check_output
 

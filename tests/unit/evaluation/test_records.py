@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.evaluation.model_facts import hash_weights
+from hf_posenc.evaluation.records import append_line
 
 Edit = Callable[[torch.Tensor], object]
 
@@ -101,6 +102,12 @@ def test_an_edited_model_is_measured_again(tiny_llama: Callable[..., LlamaForCau
     assert after.run_key != before.run_key
     assert after.nll_sum == perplexity(model, documents, [40], progress=False)[0].nll_sum != before.nll_sum
     assert read_records(path) == [before, after]
+
+
+def test_a_command_with_a_path_that_is_no_utf_8_is_kept(tmp_path: Path) -> None:
+    line = json.dumps({"command": "eval --documents caf\udce9.txt"}, ensure_ascii=False)
+    append_line(tmp_path / "r.jsonl", line)
+    assert json.loads((tmp_path / "r.jsonl").read_text("utf-8")) == json.loads(line)
 
 
 def test_a_record_without_its_key_is_refused(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:

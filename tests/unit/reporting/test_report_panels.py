@@ -101,6 +101,21 @@ def test_stretch_is_what_transformers_makes_of_the_frequencies(method: str, opti
     assert rule.rotations == pytest.approx([8192 * p / (2 * math.pi) for p in plain])
 
 
+def test_records_of_methods_that_are_not_known_here_are_shown_without_their_frequencies(tmp_path: Path) -> None:
+    rope = {"rotary_dim": 16, "rope_theta": 10000.0}
+    records: list[Any] = [make_record("none", 256, 30.0, rope=rope), make_record("yarn", 256, 31.0, rope=rope)]
+    records += [make_record("mine", 256, 32.0, rope=rope), make_record("ntk", 256, 33.0, options={"old": 1}, rope=rope)]
+    assert [[rule.method.name for rule in rules] for rules in make_rules(records)] == [["none", "yarn"]]
+    page = report(records, tmp_path).html.read_text()
+    assert "mine x4" in page
+    assert "ntk x4" in page
+
+
+def test_a_name_with_dollars_is_no_formula(tmp_path: Path) -> None:
+    records = [make_record("none", length, 30.0, label="$a_$") for length in (128, 256)]
+    assert "$a_$" in report(records, tmp_path).html.read_text()
+
+
 def test_pairs_that_are_stopped_are_said_to_be_and_not_drawn(tmp_path: Path) -> None:
     records = [extended("none", 1.0), extended("nope", 2.0), extended("linear", 2.0)]
     page = read_page(report(records, tmp_path).html.read_text())
