@@ -156,29 +156,29 @@ def make_rules(records: Sequence[AnyRecord]) -> list[list[Rule]]:
     models: dict[tuple[Any, ...], dict[str, AnyRecord]] = {}
     longest: dict[tuple[Any, ...], int] = {}
     for record in records:
-        if not record.rope or record.original_max_position_embeddings is None or not _is_known(record):
+        if not record.rope or record.original_max_position_embeddings is None:
             continue
         key = (record.model, record.original_max_position_embeddings, *sorted(record.rope.items()))
         rule = json.dumps([record.method, record.factor, record.options], sort_keys=True)
         models.setdefault(key, {}).setdefault(rule, record)
         longest[key] = max(record.context_length, longest.get(key, 0))
-    rules = [[_rule(record, longest[key]) for record in found.values()] for key, found in models.items()]
-    return [sorted(of_model, key=lambda rule: rule.method.name != "none") for of_model in rules]
+    rules = [
+        [made for record in found.values() if (made := _rule(record, longest[key])) is not None]
+        for key, found in models.items()
+    ]
+    return [sorted(of_model, key=lambda rule: rule.method.name != "none") for of_model in rules if of_model]
 
 
-def _is_known(record: AnyRecord) -> bool:
-    try:
-        return record.method == "none" or bool(read_method(record.method, record.factor, record.options))
-    except (ValueError, TypeError):
-        return False
-
-
-def _rule(record: AnyRecord, longest: int) -> Rule:
+def _rule(record: AnyRecord, longest: int) -> Rule | None:
+    """Return the rule of a record; None if its method or an option is not known here."""
     original = record.original_max_position_embeddings or 0
     spec = RopeSpec(original_max_position_embeddings=original, **record.rope)
     if record.method == "none":
         return Rule(rule_name(record), spec, Unscaled(), longest, record)
-    method = read_method(record.method, record.factor, record.options)
+    try:
+        method = read_method(record.method, record.factor, record.options)
+    except (ValueError, TypeError):
+        return None
     return Rule(rule_name(record), spec, method, round(record.factor * original), record)
 
 

@@ -151,39 +151,37 @@ def test_right_ones_come_to_the_weights(broken: Path, capsys: pytest.CaptureFixt
     assert re.search("error: the weights of .* a file is damaged or was cut off", capsys.readouterr().err)
 
 
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The tokens of all documents of each run, as they are packed."""
+    seen: list[torch.Tensor] = []
+    make = PackedDocuments.__init__
+
+    def remember(self: PackedDocuments, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        seen.append(self.stream)
+
+    monkeypatch.setattr(PackedDocuments, "__init__", remember)
+    return seen
+
+
 @pytest.mark.parametrize("mix", [None, "knots=1"])
 def test_texts_begin_with_what_the_tokenizer_puts_before_them(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mix: str | None
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: list[torch.Tensor], mix: str | None
 ) -> None:
     for module in ("training.data", "mixtures.knots"):
         monkeypatch.setattr(f"hf_posenc.{module}.added_bos", lambda tokenizer: 7)
-    seen: list[torch.Tensor] = []
-    make = PackedDocuments.__init__
-
-    def remember(self: PackedDocuments, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        seen.append(self.stream)
-
-    monkeypatch.setattr(PackedDocuments, "__init__", remember)
     run(base, tmp_path / "run", task_mix=mix, token_budget=512)
-    assert int(seen[0][0]) == 7
+    assert int(streams[0][0]) == 7
 
 
 def test_the_documents_of_a_mixture_are_those_that_are_not_held_out(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, streams: list[torch.Tensor]
 ) -> None:
     """Excerpts for knots and needles come from the packed texts, which are without the held-out end."""
-    seen: list[torch.Tensor] = []
-    make = PackedDocuments.__init__
-
-    def remember(self: PackedDocuments, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        seen.append(self.stream)
-
-    monkeypatch.setattr(PackedDocuments, "__init__", remember)
     run(base, tmp_path / "run", task_mix="knots=1", token_budget=512)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
-    (stream,) = seen
+    (stream,) = streams
     text = load_novel("emma")[:60_000]
     assert tokenizer.decode(stream).removesuffix("<|endoftext|>") in text
     assert len(stream) < 0.96 * len(tokenizer(text, verbose=False).input_ids)
