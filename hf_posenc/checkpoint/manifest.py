@@ -152,8 +152,6 @@ def mark_of(file: Path) -> dict[str, Any] | None:
         config = read_json(file)
     except (OSError, ValueError):
         return None
-    if not isinstance(config, dict):
-        return None
     sections = [config, *(value for value in config.values() if isinstance(value, dict))]  # text_config and the like
     return next((section[MARK] for section in sections if isinstance(section.get(MARK), dict)), None)
 
@@ -291,12 +289,7 @@ def base_of_adapter(source: str | Path) -> str | None:
     folder = folder_with(source, (ADAPTER_CONFIG,))
     if folder is None:
         return None
-    settings = read_json(folder / ADAPTER_CONFIG)
-    if not isinstance(settings, dict):
-        raise InvalidRequestError(
-            f"{str(folder / ADAPTER_CONFIG)!r} holds a {type(settings).__name__}, not an adapter's settings."
-        )
-    return settings.get("base_model_name_or_path") or ""
+    return read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
 
 
 def is_saved_by_us(source: str | Path) -> bool:

@@ -18,12 +18,10 @@ from hf_posenc.doctor.config_meaning import (
     keys_of,
     meant,
     original_of,
-    reads_original,
     serialization_name,
     source_of,
     target_length,
 )
-from hf_posenc.doctor.rope_types import rope_type_of
 from hf_posenc.doctor.transformers_readers import (
     MROPE_SECTION,
     VERSIONS,
@@ -36,6 +34,7 @@ from hf_posenc.doctor.transformers_readers import (
     full_label,
     is_nested,
     read_by,
+    rope_type_of,
     text_part,
     top_level,
 )
@@ -199,7 +198,7 @@ def _check_factor(facts: ConfigFacts) -> Iterator[Finding]:
 def _check_original(facts: ConfigFacts) -> Iterator[Finding]:
     rope_type, stated = facts.parameters["rope_type"], facts.source.get(ORIGINAL)
     length = facts.text.get("max_position_embeddings")
-    if facts.original is None and reads_original(rope_type):
+    if facts.original is None and rope_type_of(rope_type).reads_original:
         yield Finding(
             "no-original-length",
             "error",
@@ -217,7 +216,7 @@ def _check_original(facts: ConfigFacts) -> Iterator[Finding]:
             "The linear rule does not need it; extending the model further does.",
             "To extend it further: hf-posenc patch ... --original-max-position-embeddings N --on-scaled replace.",
         )
-    elif reads_original(rope_type) and not stated and not facts.text.get(ORIGINAL) and not facts.marked:
+    elif rope_type_of(rope_type).reads_original and not stated and not facts.text.get(ORIGINAL) and not facts.marked:
         yield Finding(
             "no-original-length",
             "error",
@@ -529,7 +528,7 @@ def read_meaning(config: Mapping[str, Any], known: Known | None = None) -> Confi
     lengths = original_of(text, parameters, mark, known)
     original = lengths.tokens
     if original is not None and (
-        reads_original(parameters["rope_type"]) or parameters["rope_type"] == Linear.rope_type
+        rope_type_of(parameters["rope_type"]).reads_original or parameters["rope_type"] == Linear.rope_type
     ):
         parameters[ORIGINAL] = original
     try:

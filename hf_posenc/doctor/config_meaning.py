@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.doctor.rope_types import rope_type_of
 from hf_posenc.doctor.transformers_readers import (
     MROPE_SECTION,
     Refused,
@@ -34,7 +33,7 @@ from hf_posenc.patching.lengths import ORIGINAL as ORIGINAL
 from hf_posenc.spec import RopeSpec
 
 # Rules of Transformers that are no method: the model's own frequencies, and Gemma 4's with pairs that are not rotated.
-_KEYS_OF_OTHERS = {"default": frozenset[str](), "proportional": frozenset({"factor"})}
+UNSCALED = {"default": frozenset[str](), "proportional": frozenset({"factor"})}
 _OTHER_KEYS = SCALING_KEYS | {"rope_theta", "partial_rotary_factor", "mrope_section", "llama_4_scaling_beta"}
 
 
@@ -89,12 +88,7 @@ def keys_of(rope_type: str) -> frozenset[str] | None:
     It says "unrecognized" to any other key, and does without it.
     """
     method = method_of_rope_type(rope_type)
-    return _KEYS_OF_OTHERS.get(rope_type) if method is None else method.rope_keys
-
-
-def reads_original(rope_type: str) -> bool:
-    """Return whether Transformers reads the original length of a rule in its ``rope_parameters``."""
-    return rope_type_of(rope_type).reads_original
+    return UNSCALED.get(rope_type) if method is None else method.rope_keys
 
 
 def has_rope(text: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from hf_posenc.checkpoint.manifest import (
 )
 from hf_posenc.checkpoint.pretrained import check_hub, check_may_read, folder_with, is_gguf
 from hf_posenc.doctor.config_checks import Finding, check_was_read, read_meaning
-from hf_posenc.doctor.config_meaning import Known, reads_original
+from hf_posenc.doctor.config_meaning import Known
 from hf_posenc.doctor.gguf_file import look_at_gguf
 from hf_posenc.doctor.information_reach import look_at_reach
 from hf_posenc.doctor.live_model import NOT_APPLIED, against_meaning, held_by_modules, load_live, look_at_modules
@@ -39,7 +39,7 @@ from hf_posenc.doctor.manifest_checks import (
     manifest_lines,
 )
 from hf_posenc.doctor.mending import mended
-from hf_posenc.doctor.transformers_readers import VERSIONS, Refused, read_by, text_part
+from hf_posenc.doctor.transformers_readers import VERSIONS, Refused, read_by, rope_type_of, text_part
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Extension
@@ -104,12 +104,12 @@ def diagnose(source: Any, known: Known | None = None, *, live: bool = False) -> 
     if is_gguf(path):
         return _of_gguf(path, known)
     if path.is_file():
-        return _of_config(str(source), _read_json(path), known, path)
+        return _of_config(str(source), read_json(path), known, path)
     file = _config_file(path, str(source))
     if file.name == ADAPTER_CONFIG:
         lines, findings = look_at_adapter(file.parent)
         return Diagnosis(str(source), "adapter", tuple(lines), tuple(findings))
-    return _of_config(str(source), _read_json(file), known, file)
+    return _of_config(str(source), read_json(file), known, file)
 
 
 def _config_file(path: Path, given: str) -> Path:
@@ -126,13 +126,6 @@ def _config_file(path: Path, given: str) -> Path:
         raise MissingFileError(f"folder {given!r} has no config.json.")
     check_may_read(given, {})
     raise InvalidRequestError(f"cannot read {given!r}: the Hugging Face Hub has no {CONFIG} in it.")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    content = read_json(file)
-    if not isinstance(content, dict):
-        raise InvalidRequestError(f"{str(file)!r} is not a model's config: it holds a {type(content).__name__}.")
-    return content
 
 
 def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | None = None) -> Diagnosis:
@@ -167,7 +160,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
     else:
         lines += [("original", tokens), ("target", f"{meaning.target} tokens")]
         lines += [(f"{version} loads", _reading(version, text)) for version in VERSIONS]
-    if meaning.rope is not None and reads_original(meaning.rope.rope_type):
+    if meaning.rope is not None and rope_type_of(meaning.rope.rope_type).reads_original:
         lines.append(("needs", "Transformers 4.43 or newer; older ones accept only a dictionary with two fields"))
     findings += [*meaning.findings, *check_was_read(config)]
     reach, hidden = look_at_reach(text, meaning)
@@ -195,7 +188,7 @@ def _of_attention_rule(
 def _tokenizer_limit(file: Path) -> Any:
     """Return ``model_max_length`` of the tokenizer beside a config.json; None if nothing says it."""
     tokenizer = file.parent / TOKENIZER_CONFIG
-    return _read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None
+    return read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None
 
 
 def _reading(version: str, text: dict[str, Any]) -> str:
@@ -294,7 +287,7 @@ def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
     into_folder = target.suffix != ".json"
     contents = {target / CONFIG if into_folder else target: fixed}
     if into_folder and any(finding.code == "tokenizer-limit" for finding in diagnosis.findings) and diagnosis.file:
-        tokenizer = _read_json(diagnosis.file.parent / TOKENIZER_CONFIG)
+        tokenizer = read_json(diagnosis.file.parent / TOKENIZER_CONFIG)
         limit = text_part(fixed)[1]["max_position_embeddings"]
         contents[target / TOKENIZER_CONFIG] = {**tokenizer, "model_max_length": limit}
     own = diagnosis.file.resolve().parent if diagnosis.file else None

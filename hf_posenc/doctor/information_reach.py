@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.doctor.config_checks import ConfigMeaning, Finding
 from hf_posenc.doctor.mending import plain_config
+from hf_posenc.families.discovery import rotary_in_chunks_only
 from hf_posenc.families.sliding_window import window_of_all_layers
 
 
@@ -18,14 +19,13 @@ def look_at_reach(text: dict[str, Any], meaning: ConfigMeaning) -> tuple[list[tu
         return [], []
     try:
         config = plain_config(text, meaning)
+        in_chunks = rotary_in_chunks_only(config)
     except Exception:  # whatever a family's own config class trips over; what is wrong is found elsewhere
         return [], []
     others = set(getattr(config, "layer_types", None) or ()) - {"sliding_attention"}  # DeepSeek-V4: compressed ones
     if not others and (window := window_of_all_layers(config)) is not None:
         return _look_at_window(window, int(config.num_hidden_layers), target, meaning)
-    if (chunk := chunk_of_rotary_layers(config)) is not None:
-        return _look_at_chunks(chunk, config, target, meaning)
-    return [], []
+    return _look_at_chunks(config.attention_chunk_size, config, target, meaning) if in_chunks else ([], [])
 
 
 def _look_at_window(
@@ -48,16 +48,6 @@ def _look_at_window(
         "hf-posenc patch --sliding-window off (or a larger one), with --original-max-position-embeddings if known.",
     )
     return [line], [finding]
-
-
-def chunk_of_rotary_layers(config: PreTrainedConfig) -> int | None:
-    """Return the chunk, in tokens, that no rotary layer looks out of (Llama 4); None if some rotary layer does."""
-    chunk, rotary = getattr(config, "attention_chunk_size", None), getattr(config, "no_rope_layers", None)
-    kinds = getattr(config, "layer_types", None) or []
-    if not chunk or not rotary or len(kinds) != len(rotary):  # no_rope_layers: 1 where a layer is rotary
-        return None
-    seen = {kind for kind, is_rotary in zip(kinds, rotary, strict=True) if is_rotary}
-    return int(chunk) if seen == {"chunked_attention"} else None
 
 
 def _look_at_chunks(

@@ -10,7 +10,6 @@ from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, is_encoding, read_manifest
 from hf_posenc.doctor.config_checks import Finding, read_meaning
 from hf_posenc.doctor.transformers_readers import VERSIONS, text_part
-from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import encoding_of, encoding_rope_type
 from hf_posenc.patching.extension import read_mark, rule_is_elsewhere
 from hf_posenc.patching.lengths import MARK
@@ -151,13 +150,10 @@ def _lost(what: str) -> Finding:
 
 def _length_of(base: str) -> int | None:
     """Return ``max_position_embeddings`` of a base model in a local folder, in tokens; None if it is not known."""
-    config: Mapping[str, Any] = _read(Path(base).expanduser() / CONFIG)
-    length = text_part(dict(config))[1].get("max_position_embeddings") if config else None
+    config = _read(Path(base).expanduser() / CONFIG)
+    length = text_part(config)[1].get("max_position_embeddings") if config else None
     return length if isinstance(length, int) else None
 
 
 def _read(file: Path) -> dict[str, Any]:
-    content = read_json(file) if file.is_file() else {}
-    if not isinstance(content, dict):
-        raise InvalidRequestError(f"{str(file)!r} is no config: it holds a {type(content).__name__}.")
-    return content
+    return read_json(file) if file.is_file() else {}

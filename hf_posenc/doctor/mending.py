@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.checkpoint.extended import both_serializations
 from hf_posenc.doctor.config_checks import ConfigMeaning, read_meaning
-from hf_posenc.doctor.config_meaning import Known
+from hf_posenc.doctor.config_meaning import UNSCALED, Known
 from hf_posenc.doctor.transformers_readers import default_text, full_label, is_nested, text_part
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.discovery import head_dim_of
@@ -22,9 +22,7 @@ from hf_posenc.methods.registry import get_method, read_method
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.config_writing import write_config
 from hf_posenc.patching.extension import SCALING_KEYS, plain_spec
-from hf_posenc.patching.lengths import MARK, limits_below
-
-_ORIGINAL = "original_max_position_embeddings"
+from hf_posenc.patching.lengths import MARK, ORIGINAL, limits_below
 
 
 def mended(config: Mapping[str, Any], known: Known | None = None) -> dict[str, Any]:
@@ -56,14 +54,14 @@ def _write(text: dict[str, Any], meaning: ConfigMeaning, known: Known) -> dict[s
     if method != "none":
         target = meaning.target or config.max_position_embeddings
         write_config(config, Extension(plain_spec(config), read_method(method, factor, options), target))
-    stale = ("rope_scaling", "rope_parameters", "rope_theta", _ORIGINAL)
+    stale = ("rope_scaling", "rope_parameters", "rope_theta", ORIGINAL)
     fixed = {k: copy.deepcopy(v) for k, v in text.items() if k not in stale}
     fixed["rope_parameters"] = copy.deepcopy(config.rope_parameters)
     fixed["max_position_embeddings"] = meaning.target or config.max_position_embeddings
     if method != "none" and meaning.target:
         fixed |= dict.fromkeys(limits_below(fixed, meaning.target), meaning.target)
-    if hasattr(config, _ORIGINAL):
-        fixed[_ORIGINAL] = getattr(config, _ORIGINAL)
+    if hasattr(config, ORIGINAL):
+        fixed[ORIGINAL] = getattr(config, ORIGINAL)
     if family_of(meaning.model_type).needs_head_dim and text.get("head_dim") is None:
         fixed["head_dim"] = head_dim_of(config)
     written = both_serializations(fixed)
@@ -81,7 +79,7 @@ def _request(meaning: ConfigMeaning, known: Known) -> tuple[str, float, dict[str
         return method, float(meaning.mark["factor"]), options
     parameters = meaning.parameters
     rope_type = parameters["rope_type"]
-    if rope_type == "default":
+    if rope_type in UNSCALED:
         return "none", 1.0, {}
     names = get_method(rope_type).option_fields()
     options = {key: value for key, value in parameters.items() if key in names and value is not None}
@@ -110,7 +108,8 @@ def plain_config(text: dict[str, Any], meaning: ConfigMeaning) -> PreTrainedConf
     plain["model_type"] = usual.model_type  # Qwen2-VL's text config is often at the top level, under the model's name
     if meaning.mark is not None:
         kept["rope_theta"] = meaning.mark["rope_theta"]
-    flat = {**kept, "rope_type": "default"}
+    own = meaning.parameters.get("rope_type")
+    flat = {**kept, "rope_type": own if own in UNSCALED else "default"}
     label = full_label(text)
     if label is not None:
         plain["rope_parameters"] = {**copy.deepcopy(text["rope_parameters"]), label: flat}
@@ -127,6 +126,6 @@ def plain_config(text: dict[str, Any], meaning: ConfigMeaning) -> PreTrainedConf
             f"model was trained on: {argument('original_max_position_embeddings')}."
         )
     plain["max_position_embeddings"] = int(length)
-    if _ORIGINAL in plain:
-        plain[_ORIGINAL] = plain["max_position_embeddings"]
+    if ORIGINAL in plain:
+        plain[ORIGINAL] = plain["max_position_embeddings"]
     return type(usual).from_dict(plain)

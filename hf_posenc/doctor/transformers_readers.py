@@ -15,11 +15,11 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_posenc.doctor.rope_types import rope_type_of
 from hf_posenc.families.dialects import in_shared_words
 from hf_posenc.families.family_data import FULL_ATTENTION, Family, family_of
 from hf_posenc.methods.registry import method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
+from hf_posenc.patching.lengths import ORIGINAL
 
 # How Qwen2-VL shares the pairs of a head among the axes of a position.
 MROPE_SECTION = [16, 24, 24]
@@ -66,7 +66,36 @@ _USUAL = (
     ("low_freq_factor", 1.0),
     ("high_freq_factor", 4.0),
 )
-_ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class RopeType:
+    """The way in which Transformers reads one ``rope_type``.
+
+    Attributes:
+        needed_keys: Keys that it cannot do without.
+        reads_original: It reads ``original_max_position_embeddings`` there.
+        reads_head_dim: It reads ``config.head_dim`` itself, and so fails where that is None.
+    """
+
+    needed_keys: tuple[str, ...] = ()
+    reads_original: bool = False
+    reads_head_dim: bool = False
+
+
+# Transformers 5.23, modeling_rope_utils.py.
+_ROPE_TYPES = {
+    "linear": RopeType(("factor",)),
+    "dynamic": RopeType(("factor",), reads_head_dim=True),
+    "yarn": RopeType(("factor",), reads_original=True, reads_head_dim=True),
+    "llama3": RopeType(("factor", "low_freq_factor", "high_freq_factor"), reads_original=True),
+    "longrope": RopeType(("short_factor", "long_factor"), reads_original=True, reads_head_dim=True),
+}
+
+
+def rope_type_of(name: str | None) -> RopeType:
+    """Return the way in which a ``rope_type`` is read; an unknown one is read as one that needs nothing."""
+    return _ROPE_TYPES.get(str(name), RopeType())
 
 
 @dataclass(frozen=True)
@@ -197,15 +226,15 @@ def _read_4(config: Mapping[str, Any]) -> Rope:
         parameters["rope_type"] = parameters.get("type", parameters.get("rope_type", "default"))
     if family.several_axes_in_layers and parameters.get("type") == "mrope":
         parameters["rope_type"] = "default"
-    if parameters["rope_type"] == "llama3" and parameters.get(_ORIGINAL) is None:
-        raise Refused(f"its llama3 rule needs {_ORIGINAL}")
+    if parameters["rope_type"] == "llama3" and parameters.get(ORIGINAL) is None:
+        raise Refused(f"its llama3 rule needs {ORIGINAL}")
     length, top = config.get("max_position_embeddings"), _top_original(config)
     if parameters["rope_type"] == "longrope" or family.longrope_only:
-        parameters[_ORIGINAL] = top or length  # it looks nowhere else
+        parameters[ORIGINAL] = top or length  # it looks nowhere else
         if top and length:
             parameters["factor"] = length / top
         elif parameters["rope_type"] != "default" and parameters.get("factor") is None:
-            raise Refused(f"its longrope rule needs factor, or {_ORIGINAL} at the top level")
+            raise Refused(f"its longrope rule needs factor, or {ORIGINAL} at the top level")
     return effective(config, parameters, theta, top_level(config, "partial_rotary_factor"))
 
 
@@ -223,7 +252,7 @@ def _read_5(config: Mapping[str, Any]) -> Rope:
     if theta is None:
         raise Refused("rope_theta is null")
     if (top := _top_original(config)) is not None:
-        parameters[_ORIGINAL] = top
+        parameters[ORIGINAL] = top
     partial = parameters.get("partial_rotary_factor", top_level(config, "partial_rotary_factor"))
     return effective(config, parameters, theta, partial)
 
@@ -265,7 +294,7 @@ def head_dim_in(text: Mapping[str, Any]) -> int:
 
 
 def _top_original(config: Mapping[str, Any]) -> Any:
-    return config.get(_ORIGINAL, 4096 if _family(config).longrope_only else None)
+    return config.get(ORIGINAL, 4096 if _family(config).longrope_only else None)
 
 
 def effective(config: Mapping[str, Any], parameters: Mapping[str, Any], theta: float, partial: Any) -> Rope:
@@ -293,7 +322,7 @@ def effective(config: Mapping[str, Any], parameters: Mapping[str, Any], theta: f
     if missing := [key for key in rope_type_of(rope_type).needed_keys if parameters.get(key) is None]:
         raise Refused(f"its {rope_type} rule needs {', '.join(missing)}")
     length = config.get("max_position_embeddings")
-    original = parameters.get(_ORIGINAL) or length
+    original = parameters.get(ORIGINAL) or length
     factor = parameters.get("factor")
     if rope_type == "longrope" and factor is None:
         factor = length / original if length and original else 1.0

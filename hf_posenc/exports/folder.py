@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +21,13 @@ from hf_posenc.checkpoint.manifest import (
 )
 from hf_posenc.checkpoint.pretrained import folder_with
 from hf_posenc.errors import InvalidRequestError, MissingFileError
+from hf_posenc.evaluation.records import read_records
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.lengths import LENGTH_KEYS, limits_below
 from hf_posenc.spec import RopeSpec
+from hf_posenc.utils.files import read_json
 from hf_posenc.utils.units import size_name
 
 # The rope_type of rules that are a rope_theta and nothing else.
@@ -184,11 +185,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """
     if not (folder / CONFIG).is_file():
         raise MissingFileError(f"{str(folder)!r} has no {CONFIG}: the checkpoint is not whole. Save the model again.")
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidRequestError(f"{folder / CONFIG} is damaged ({error}). Save the model again.") from error
-    return config
+    return read_json(folder / CONFIG)
 
 
 def refuse_adapter(folder: ExportFolder, why: str = _WHOLE_MODELS) -> None:
@@ -256,20 +253,18 @@ def notes_for_servers(folder: ExportFolder) -> list[str]:
 
 def _cost_of_short_texts(folder: ExportFolder) -> str:
     """Return the cost of a rule below the original length, from the records that ``fit`` or ``finetune`` left."""
-    lines = folder.results.read_text(encoding="utf-8").splitlines() if folder.results.is_file() else []
     try:
-        records = [json.loads(line) for line in lines if line.strip()]
+        records = read_records(folder.results)
     except ValueError:
         return f"what that costs is not known, as {RESULTS} is damaged"
     rule = {key: folder.manifest[key] for key in ("method", "factor", "options", "tokens_trained")}
     rows = {"own": rule, "unextended": {"method": "none", "tokens_trained": 0}}
-    same = ("context_length", "protocol", "text_hash", "n_tokens")
     perplexities: dict[tuple[Any, ...], dict[str, float]] = {}
     for record in records:
-        described = {key: record.get(key) for key in rule}
+        read = (record.context_length, record.protocol, record.text_hash, record.n_tokens)
         for name, row in rows.items():
-            if row.items() <= described.items() and "perplexity" in record:  # not one of retrieval
-                perplexities.setdefault(tuple(record[key] for key in same), {})[name] = record["perplexity"]
+            if row.items() <= vars(record).items():
+                perplexities.setdefault(read, {})[name] = record.perplexity
     pairs = {
         key[0]: found["own"] / found["unextended"] - 1
         for key, found in perplexities.items()

@@ -55,7 +55,7 @@ def _refusal_of_family(config: PreTrainedConfig) -> Refusal | None:
         return _refusal_of_layer_bases(config)
     if (shared := getattr(config, "num_kv_shared_layers", None)) and shared >= config.num_hidden_layers:
         return Refusal(config.model_type, "keys_of_another_model")  # a draft model, such as Gemma 4's assistants
-    if _rotary_in_chunks_only(config):
+    if rotary_in_chunks_only(config):
         return Refusal(config.model_type, "rotary_in_chunks_only", {"chunk": config.attention_chunk_size})
     code = family_of(config.model_type).refused
     return None if code is None else Refusal(config.model_type, code)
@@ -69,7 +69,7 @@ def _rotary_in_windows_only(config: PreTrainedConfig) -> bool:
     return not (forced and ("dense", "full_attention") in zip(config.mlp_layer_types, config.layer_types, strict=True))
 
 
-def _rotary_in_chunks_only(config: PreTrainedConfig) -> bool:
+def rotary_in_chunks_only(config: PreTrainedConfig) -> bool:
     """Return whether no layer of a model with chunked attention (Llama 4) is rotary and reads the whole context."""
     kinds, rotary = getattr(config, "layer_types", None) or (), getattr(config, "no_rope_layers", None) or ()
     return "chunked_attention" in kinds and not any(

@@ -45,9 +45,8 @@ def read_fitted_rule(source: str | Path) -> dict[str, Any]:
             "it, or a file that FitResult.save wrote."
         )
     rule = read_json(file)
-    if not isinstance(rule, dict) or rule.get("method") != "fitted" or not isinstance(rule.get("options"), dict):
-        what = f"it holds method {rule.get('method')!r}" if isinstance(rule, dict) else "it holds a list or a number"
-        raise InvalidRequestError(f"{str(file)!r} is no fitted rule: {what}.")
+    if rule.get("method") != "fitted" or not isinstance(rule.get("options"), dict):
+        raise InvalidRequestError(f"{str(file)!r} is no fitted rule: it holds method {rule.get('method')!r}.")
     if lacking := [name for name in RULE if name not in rule["options"]]:
         raise InvalidRequestError(f"{str(file)!r} is no fitted rule: it has no {', '.join(lacking)}.")
     return {name: rule["options"][name] for name in RULE}

@@ -101,7 +101,7 @@ def _made_from(folder: Path, card: dict[str, Any]) -> list[str]:
     for file, key in ((MANIFEST, "base_model"), (CONFIG, "_name_or_path")):
         try:
             said.append(read_json(folder / file).get(key))
-        except (OSError, ValueError, AttributeError):  # no such file, or it is damaged
+        except (OSError, ValueError):  # no such file, or it is damaged
             continue
     bases = card.get("base_model")
     said += bases if isinstance(bases, list) and len(bases) == 1 else [bases]  # a merge has several

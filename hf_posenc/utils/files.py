@@ -14,16 +14,19 @@ if TYPE_CHECKING:
     import torch
 
 
-def read_json(file: Path) -> Any:
-    """Return the content of a JSON file.
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: It is damaged, or holds something else.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # which a wrong encoding is too
         raise InvalidRequestError(f"{str(file)!r} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidRequestError(f"{str(file)!r} holds a {type(content).__name__}, not a JSON object.")
+    return content
 
 
 def writable_folder(output: str | Path) -> Path:

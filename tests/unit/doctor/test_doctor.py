@@ -49,6 +49,14 @@ def check(
     return fixed
 
 
+def test_a_sound_config_with_pairs_that_never_rotate_stays() -> None:
+    config = AutoConfig.for_model("gemma4_text").to_dict()
+    assert codes(config) == set()
+    fixed = mended(config, None)["rope_parameters"]
+    assert fixed["full_attention"] == config["rope_parameters"]["full_attention"]
+    assert fixed["full_attention"]["rope_type"] == "proportional"
+
+
 def test_row_2_saved_by_5_alone_is_unscaled_in_4() -> None:
     config = config_of(rope_parameters={**YARN, "rope_theta": 5e5})
     fixed = check(config, {"read-otherwise-4.57"}, yarn(5e5), factor=TEMPERATURE)

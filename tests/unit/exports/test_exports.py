@@ -28,6 +28,7 @@ from hf_posenc.cli.main import main
 from hf_posenc.evaluation import perplexity
 from hf_posenc.exports import STACKS, export_command, gguf_metadata, gguf_tensors
 from hf_posenc.serving import check_server
+from report_records import make_record, make_retrieval_record
 from served_frequencies import (
     Frequencies,
     by_transformers,
@@ -407,7 +408,6 @@ def test_vllm_is_said_to_read_short_requests_without_the_rule_where_it_can(
 
 def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) -> None:
     path, _ = extended(tmp_path / "model", "yarn")
-    record = {"protocol": "last", "text_hash": "a", "n_tokens": 9, "tokens_trained": 0, "factor": 4.0, "options": {}}
     rows = [
         ("none", 32, 10.0, {}),
         ("yarn", 32, 11.0, {}),
@@ -421,18 +421,15 @@ def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) 
         ("yarn", 128, 6.0, {}),
         ("yarn", 64, 5.0, {"text_hash": "b"}),  # of another text
     ]
-    lines = [
-        json.dumps({**record, "method": method, "context_length": length, "perplexity": perplexity, **more})
-        for method, length, perplexity, more in rows
-    ]
-    lines.append(json.dumps({"method": "yarn", "task": "passkey", "options": {}}))
+    lines = [make_record(*row, **more).to_json() for *row, more in rows]
+    lines.append(make_retrieval_record("yarn", 64, 0.0, 0, True).to_json())
     (path / "results.jsonl").write_text("\n".join(lines) + "\n")
     short = export_command(path, "vllm").splitlines()[-1]
     assert short.endswith("are read with the rule too: perplexity +2.5 % at 64 tokens (results.jsonl)")
     manifest = json.loads((path / "context_extension.json").read_text())
     (path / "context_extension.json").write_text(json.dumps({**manifest, "tokens_trained": None}))
     assert export_command(path, "vllm").endswith("hf-posenc eval --method auto measures what that costs")
-    (path / "results.jsonl").write_text("{")
+    (path / "results.jsonl").write_text("{}\n")
     assert "is not known, as results.jsonl is damaged" in export_command(path, "vllm").splitlines()[-1]
 
 
