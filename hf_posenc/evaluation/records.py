@@ -10,20 +10,67 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
 from hf_posenc.errors import InvalidRequestError
-
-# The field that tells the kinds of records in one file apart.
-_MARKS = ("perplexity", "task")
+from hf_posenc.utils.files import writable_folder
 
 
+@dataclass(frozen=True, kw_only=True)
 class JsonRecord:
-    """A dataclass that is written as a line of JSON and read back; ``MARK`` is a field no other kind has."""
+    """What every record has; it is written as a line of JSON, and read back.
 
-    MARK = ""
+    Two records with the same ``run_key`` are repeats of one measurement.
+
+    Attributes:
+        model: Name or path the model was loaded from, or the name that was given for it.
+        method: Name of the extension method; ``"none"`` for a model that is not extended.
+        factor: Target length / original length.
+        options: The options of the method that differ from their defaults.
+        tokens_trained: Tokens the model was fine-tuned on; 0 means zero-shot, None that it is not known.
+        original_max_position_embeddings: Tokens the model was trained on; None where that is not known.
+        context_length: Tokens that are fed at a time, a BOS token included; of a retrieval prompt, with its answer.
+            It is the x axis of a curve.
+        n_tokens: Tokens that were scored: in all documents, or those that hold an answer.
+        nll_sum: Sum of their negative log-likelihoods, in nats.
+        tokenizer_hash: Hash of the tokenizer.
+        text_hash: Hash of the token ids that the number depends on; of a retrieval prompt, with its answer.
+        dtype: Data type of the computation.
+        attn_implementation: Attention implementation of Transformers that ran.
+        versions: Versions of the libraries, by name.
+        seconds: Time of the pass. Records that come from one pass have the same time. Of several questions of a text,
+            the first that was asked has the time of reading it.
+        peak_memory_bytes: Largest memory of the process or device during the pass, in bytes.
+        run_key: Hash of everything that decides the number, the weights included.
+        label: Free words, such as the name of the row in a report.
+        rope: ``rotary_dim``, ``rope_theta`` and ``unrotated_pairs`` of the model as it was trained; empty where there
+            is no rotary embedding. Not part of ``run_key``.
+        command: The command that was typed; empty for a measurement from Python. Not part of ``run_key``.
+        checkpoint_dtype: Data type that the weights are stored in. Not part of ``run_key``.
+    """
+
+    model: str
+    method: str
+    factor: float
+    options: dict[str, Any]
+    tokens_trained: int | None
+    original_max_position_embeddings: int | None
+    context_length: int
+    n_tokens: int
+    nll_sum: float
+    tokenizer_hash: str
+    text_hash: str
+    dtype: str
+    attn_implementation: str
+    versions: dict[str, str]
+    seconds: float
+    peak_memory_bytes: int
+    run_key: str = field(repr=False)
+    label: str = ""
+    rope: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    checkpoint_dtype: str = ""
 
     def to_json(self) -> str:
         """Return the record as one line of JSON, without the line's end."""
-        record: Any = self
-        return json.dumps(asdict(record), ensure_ascii=False, allow_nan=False)
+        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
@@ -32,11 +79,10 @@ class JsonRecord:
         Raises:
             ValueError: Not all fields of a record.
         """
-        kind: Any = cls
-        missing = [one.name for one in fields(kind) if one.name not in values and not _has_default(one)]
+        missing = [one.name for one in fields(cls) if one.name not in values and not _has_default(one)]
         if missing:
-            raise InvalidRequestError(f"not a {cls.MARK} record: it has no {', '.join(missing)}.")
-        return cls(**{one.name: values[one.name] for one in fields(kind) if one.name in values})
+            raise InvalidRequestError(f"not a whole record: it has no {', '.join(missing)}.")
+        return cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
 
 
 def _has_default(one: Field[Any]) -> bool:
@@ -47,42 +93,24 @@ def _has_default(one: Field[Any]) -> bool:
 Kind = TypeVar("Kind", bound=JsonRecord)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Record(JsonRecord):
-    """One perplexity, and how it was measured.
+    """One perplexity, and how it was measured; it has the fields of every record besides.
 
     Two perplexities can be compared where ``text_hash`` and the protocol are the same: then the same tokens were
-    scored. Two records with the same ``run_key`` are repeats of one measurement.
+    scored.
 
     Attributes:
-        model: Name or path the model was loaded from, or the name that was given for it.
-        method: Name of the extension method; ``"none"`` for a model that is not extended.
-        factor: Target length / original length.
-        options: The options of the method that differ from their defaults.
-        tokens_trained: Tokens the model was fine-tuned on; 0 means zero-shot, None that it is not known.
-        original_max_position_embeddings: Tokens the model was trained on; None where that is not known.
-        context_length: Tokens that are fed at a time, a BOS token included. It is the x axis of a curve.
         protocol: Name of the protocol, which says which tokens are scored.
         window: Tokens of a sliding window; None where the protocol has no windows.
         stride: New tokens of a window; None where the protocol has no windows.
         last_k: Tokens at the end of the context that are scored; None where the protocol scores others.
         bos: Where a BOS token was put: ``"none"``, ``"prepended"`` (before each document) or ``"each_window"``.
         num_documents: Documents that were measured.
-        n_tokens: Tokens that were scored, in all documents.
-        nll_sum: Sum of their negative log-likelihoods, in nats.
         perplexity: ``exp(nll_sum / n_tokens)``; where ``average`` is ``"windows"``, from the mean of window means.
         ci_low: Lower end of the 95 % bootstrap interval of ``perplexity``.
         ci_high: Upper end of that interval.
         ci_unit: What the bootstrap draws: ``"documents"``, or ``"blocks"`` of tokens where there are few documents.
-        tokenizer_hash: Hash of the tokenizer.
-        text_hash: Hash of the token ids that the number depends on.
-        dtype: Data type of the computation.
-        attn_implementation: Attention implementation of Transformers that ran.
-        versions: Versions of the libraries, by name.
-        seconds: Time of the pass. Records that come from one pass have the same time.
-        peak_memory_bytes: Largest memory of the process or device during the pass, in bytes.
-        run_key: Hash of everything that decides the number, the weights included.
-        label: Free words, such as the name of the row in a report.
         average: ``"tokens"``, or ``"windows"`` for the mean of window means. A perplexity of the second kind does not
             compare with one of the first, and ``nll_sum`` and ``n_tokens`` do not give it.
         scored: Which tokens were scored, in words.
@@ -96,71 +124,37 @@ class Record(JsonRecord):
         position_nll: Sum of the negative log-likelihoods by position, over all documents, in nats. Bucket b has the
             scored tokens at indices ``[b * position_bucket, (b + 1) * position_bucket)`` of what is fed.
         position_tokens: Tokens of each of these buckets.
-        rope: ``rotary_dim``, ``rope_theta`` and ``unrotated_pairs`` of the model as it was trained; empty where there
-            is no rotary embedding. Not part of ``run_key``.
-        command: The command that was typed; empty for a measurement from Python. Not part of ``run_key``.
-        checkpoint_dtype: Data type that the weights are stored in. Not part of ``run_key``.
         max_tokens: Tokens after which a document, or a stream, ended, as requested; None where it was read to its end,
             or as far as the protocol reads. Not part of ``run_key``, as ``text_hash`` is of what was read.
     """
 
-    model: str
-    method: str
-    factor: float
-    options: dict[str, Any]
-    tokens_trained: int | None
-    original_max_position_embeddings: int | None
-    context_length: int
     protocol: str
     window: int | None
     stride: int | None
     last_k: int | None
     bos: str
     num_documents: int
-    n_tokens: int
-    nll_sum: float
     perplexity: float
     ci_low: float
     ci_high: float
     ci_unit: str
-    tokenizer_hash: str
-    text_hash: str
-    dtype: str
-    attn_implementation: str
-    versions: dict[str, str]
-    seconds: float
-    peak_memory_bytes: int
-    run_key: str = field(repr=False)
-    label: str = ""
     average: str = "tokens"
     scored: str = ""
     key_tokens: dict[str, Any] = field(default_factory=dict)
-    unit_nll: list[float] = field(repr=False, kw_only=True)
-    unit_tokens: list[int] = field(repr=False, kw_only=True)
+    unit_nll: list[float] = field(repr=False)
+    unit_tokens: list[int] = field(repr=False)
     position_bucket: int | None = None
     position_nll: list[float] = field(default_factory=list, repr=False)
     position_tokens: list[int] = field(default_factory=list, repr=False)
-    rope: dict[str, Any] = field(default_factory=dict)
-    command: str = ""
-    checkpoint_dtype: str = ""
     max_tokens: int | None = None
 
-    MARK = "perplexity"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RetrievalRecord(JsonRecord):
-    """One question of a retrieval task, and what the model made of it.
+    """One question of a retrieval task, and what the model made of it; it has the fields of every record besides.
 
     Attributes:
-        model: As in ``Record``.
-        method: As in ``Record``.
-        factor: As in ``Record``.
-        options: As in ``Record``.
-        tokens_trained: As in ``Record``.
-        original_max_position_embeddings: As in ``Record``.
         task: Name of the task, such as ``passkey``.
-        context_length: Tokens of prompt and answer together.
         depth: Percent of the free text that is before the needle; None where the needles of the answer are spread over
             the text.
         seed: Seed of the random numbers that made the text and its questions.
@@ -174,38 +168,16 @@ class RetrievalRecord(JsonRecord):
             holds a character of the answer, which leaves out the word before it. None where the order of the answers
             is free.
         num_written: How many answers are in the text that the model writes greedily.
-        n_tokens: Tokens that hold an answer.
         n_right: How many of these tokens were the likeliest.
-        nll_sum: Sum of their negative log-likelihoods, in nats.
         forced: The likeliest tokens at the places of the answer, as text.
         written: The text that the model wrote; with several questions of a text, up to the token that follows the last
             right answer, if all of them are in it.
-        tokenizer_hash: Hash of the tokenizer.
-        text_hash: Hash of the token ids of prompt and answer.
-        dtype: As in ``Record``.
-        attn_implementation: As in ``Record``.
-        versions: As in ``Record``.
-        seconds: Time of this prompt. Of several questions of a text, the first that was asked has the time of reading
-            it.
-        peak_memory_bytes: As in ``Record``.
-        run_key: Hash of everything that decides the result, the weights included.
-        label: As in ``Record``.
-        rope: As in ``Record``.
-        command: As in ``Record``.
-        checkpoint_dtype: As in ``Record``.
         questions_per_text: Questions that were asked of its text; they share the text and most of its cost.
         question: Which of them it is, from 0.
         shared_text: Hash of the token ids of the text that they share; empty if the text is this question's alone.
     """
 
-    model: str
-    method: str
-    factor: float
-    options: dict[str, Any]
-    tokens_trained: int | None
-    original_max_position_embeddings: int | None
     task: str
-    context_length: int
     depth: float | None
     seed: int
     chat: bool
@@ -215,28 +187,12 @@ class RetrievalRecord(JsonRecord):
     answers: list[str]
     num_forced: int | None
     num_written: int
-    n_tokens: int
     n_right: int
-    nll_sum: float
     forced: str
     written: str
-    tokenizer_hash: str
-    text_hash: str
-    dtype: str
-    attn_implementation: str
-    versions: dict[str, str]
-    seconds: float
-    peak_memory_bytes: int
-    run_key: str = field(repr=False)
-    label: str = ""
-    rope: dict[str, Any] = field(default_factory=dict)
-    command: str = ""
-    checkpoint_dtype: str = ""
     questions_per_text: int = 1
     question: int = 0
     shared_text: str = ""
-
-    MARK = "task"
 
     @property
     def text(self) -> str:
@@ -281,7 +237,8 @@ def read_kind(path: str | Path, kind: type[Kind]) -> list[Kind]:
     for number, line in enumerate(lines, start=1):
         try:
             values = json.loads(line) if line.strip() else None
-            if values is not None and not any(mark in values for mark in _MARKS if mark != kind.MARK):
+            # Of the kinds in one file only retrieval has this field.
+            if values is not None and ("task" in values) == (kind is RetrievalRecord):
                 records.append(kind.from_values(values))
         except (ValueError, TypeError) as error:
             raise InvalidRequestError(f"line {number} of {str(path)!r}: {error}") from error
@@ -294,14 +251,12 @@ def check_output(path: str | Path) -> None:
     Raises:
         ValueError: It is a folder, a file is where its folder should be, or this user may not write there.
     """
-    file = Path(path).absolute()
-    folder = next(parent for parent in file.parents if parent.exists())
-    if Path(path).is_dir() or not folder.is_dir():
-        what = f"{str(path)!r} is a folder" if Path(path).is_dir() else f"{str(folder)!r} is not a folder"
+    writable_folder(Path(path).parent)
+    if os.path.isdir(path):
         raise InvalidRequestError(
-            f"results cannot be written to {str(path)!r}: {what}. Give a file, such as results.jsonl."
+            f"results cannot be written to {str(path)!r}: it is a folder. Give a file, such as results.jsonl."
         )
-    if not os.access(file if file.exists() else folder, os.W_OK):
+    if os.path.exists(path) and not os.access(path, os.W_OK):
         raise InvalidRequestError(f"results cannot be written to {str(path)!r} by this user. Give another file.")
 
 

@@ -94,7 +94,7 @@ def test_a_record_torn_by_a_kill_is_measured_again(tiny_llama, tmp_path):
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"model": "x"}\n')
-    with pytest.raises(ValueError, match=r"line 1 of .*not a perplexity record: it has no method, factor"):
+    with pytest.raises(ValueError, match=r"line 1 of .*not a whole record: it has no method, factor"):
         read_records(tmp_path / "a.jsonl")
 
 
