@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from hf_posenc.evaluation.intervals import Share, Z, share_right
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
-from hf_posenc.evaluation.rows import is_unpatched, row_key, rule_name, short_model_names, task_name, training_words
+from hf_posenc.evaluation.rows import is_unpatched, namer, row_key, task_name, training_words
 from hf_posenc.utils.units import length_name
 
 NOT_MEASURED = "loss not measured"
 RETRIEVED = 0.85  # of the answers, or of the model's own share at the original length: from here a length is retrieved
 _LEAST_OWN = 0.1  # with a smaller share at its original length a model does not do the task, and reaches nothing
 MOST_TOLERATED = 20.0  # percent of perplexity: no more passes as the text's own variation
+_MOST = math.log1p(MOST_TOLERATED / 100)  # nats
 _NOTABLE = 1.0  # percent of perplexity on short texts: from here another method is worth naming
 _LEAST = math.log(1.01)  # nats: less than 1 % of perplexity is no worse, however sure
 _MIN_BUCKETS = 4  # fewer do not say how much they vary
 # Protocols that a curve can be read from; the first of them that was measured is taken.
-_PROTOCOLS = ("truncated", "last_k", "sliding_window")
+CURVE_PROTOCOLS = ("truncated", "last_k", "sliding_window")
 
 
 @dataclass(frozen=True)
@@ -185,24 +185,19 @@ def reach(records: Sequence[AnyRecord]) -> list[Reach]:
     groups: dict[tuple[object, ...], list[AnyRecord]] = {}
     for record in records:
         groups.setdefault(row_key(record), []).append(record)
-    models = short_model_names(record.model for record in records)
+    name_of = namer(records)
     rows = []
     for group in groups.values():
         for number, run in enumerate(_runs(group), 1):
-            found = _reach_of(run, records, models)
-            rows.append(found if number == 1 else replace(found, name=f"{found.name}, run {number}"))
+            of_training = "" if run[0].tokens_trained == 0 else training_words(run[0])
+            name = ", ".join(filter(None, (name_of(run[0]), of_training, f"run {number}" if number > 1 else "")))
+            rows.append(_reach_of(name, run, records))
     return sorted(rows, key=lambda row: not row.is_unpatched)
 
 
 def reach_lines(records: Sequence[AnyRecord]) -> list[str]:
     """Return ``reach`` as a line for each row."""
     return [row.line() for row in reach(records)]
-
-
-def _name(record: AnyRecord, models: Mapping[str, str]) -> str:
-    trained = [] if record.tokens_trained == 0 else [training_words(record)]
-    model = [models[record.model]] if len(models) > 1 else []
-    return ", ".join([" · ".join([rule_name(record), *([record.label] if record.label else []), *model]), *trained])
 
 
 def _runs(group: Sequence[AnyRecord]) -> list[list[AnyRecord]]:
@@ -230,13 +225,13 @@ def _may_go_with(record: Record, other: Record) -> bool:
     return record.num_documents == other.num_documents
 
 
-def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], models: Mapping[str, str]) -> Reach:
+def _reach_of(name: str, group: Sequence[AnyRecord], records: Sequence[AnyRecord]) -> Reach:
     first = group[0]
     own = [record for record in group if isinstance(record, Record)]
     base = [] if is_unpatched(first) else _unpatched_of(own, records)
     cost, short = _short_cost(own, base)
     return Reach(
-        name=_name(first, models),
+        name=name,
         is_unpatched=is_unpatched(first),
         original=first.original_max_position_embeddings,
         target=None if is_unpatched(first) else _target(first),
@@ -254,9 +249,11 @@ def _target(record: AnyRecord) -> int | None:
 
 
 def _unpatched_of(own: Sequence[Record], records: Sequence[AnyRecord]) -> list[Record]:
-    """Return the unpatched model's records of lengths, protocols and texts that a row has too."""
+    """Return the unpatched model's records of what a row has too: those computed as it was, if there are any."""
     measured = {_text_key(record) for record in own}
-    return [one for one in records if isinstance(one, Record) and is_unpatched(one) and _text_key(one) in measured]
+    plain = [one for one in records if isinstance(one, Record) and is_unpatched(one) and _text_key(one) in measured]
+    alike = [one for one in plain if (one.dtype, one.attn_implementation) == (own[0].dtype, own[0].attn_implementation)]
+    return alike or plain
 
 
 def _text_key(record: Record) -> tuple[object, ...]:
@@ -303,13 +300,13 @@ def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -
     length = max(good) if holds else at_original.end
     excused, excess = judge.excused(tried[length][0]), judge.excess(tried[length][0])
     doubt, needed = "", None
-    if excused > judge.most and excess <= excused:
+    if excused > _MOST and excess <= excused:
         doubt, needed = _too_little_text(excused, max(one.n_tokens for one in (*own, *base)))
     return LossReach(
         length=length if holds else None,
         is_longest=length == max(tried),
         by=curve.by if curve.by == plain.by else "perplexity by length",
-        tolerance=100 * math.expm1(min(excused, judge.most)),
+        tolerance=100 * math.expm1(min(excused, _MOST)),
         change=100 * math.expm1(excess),
         reference=reference,
         doubt=doubt,
@@ -337,7 +334,6 @@ class _Judge:
 
     usual: Segment
     spread: float
-    most: ClassVar[float] = math.log1p(MOST_TOLERATED / 100)
 
     def excess(self, segment: Segment) -> float:
         """Return nats above the usual."""
@@ -348,7 +344,7 @@ class _Judge:
         return max(_LEAST, Z * self.spread * math.sqrt(1 / self.usual.n_tokens + 1 / segment.n_tokens))
 
     def is_no_worse(self, segment: Segment) -> bool:
-        return self.excess(segment) <= min(self.excused(segment), self.most)
+        return self.excess(segment) <= min(self.excused(segment), _MOST)
 
 
 def _retrieval_reach(group: Sequence[AnyRecord], records: Sequence[AnyRecord]) -> list[RetrievalReach]:
@@ -494,7 +490,7 @@ def loss_curve(records: Sequence[Record], original: int) -> Curve | None:
     Returns:
         None if no record is of a protocol that tells it.
     """
-    protocol = next((name for name in _PROTOCOLS if any(record.protocol == name for record in records)), None)
+    protocol = next((name for name in CURVE_PROTOCOLS if any(record.protocol == name for record in records)), None)
     if protocol is None:
         return None
     lengths = {record.context_length: record for record in records if record.protocol == protocol}

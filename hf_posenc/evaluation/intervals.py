@@ -20,7 +20,7 @@ WORTH = 0.5  # percent of perplexity: less is no difference to choose by, howeve
 Z = 1.959964  # of a normal distribution's central 95 %
 # What two records of the same tokens have in common.
 _SAME = (
-    *("protocol", "context_length", "text_hash", "tokenizer_hash", "bos", "window", "stride", "last_k", "average"),
+    *("protocol", "context_length", "text_hash", "tokenizer_hash", "bos", "stride", "last_k", "average"),
     *("key_tokens", "n_tokens", "unit_tokens"),
 )
 Unit = Literal["documents", "blocks"]
@@ -206,7 +206,7 @@ class Ratio:
         return not self.is_clear or 100 * abs(self.value - 1) < WORTH
 
 
-def paired_interval(one: Record, other: Record, *, seed: int = 0) -> Ratio:
+def paired_interval(one: Record, other: Record) -> Ratio:
     """Compare two records of the same tokens, resampling documents, or blocks of them, for both at a time.
 
     What makes a text hard is hard for both models and cancels, so the interval is much narrower than the two of the
@@ -220,7 +220,7 @@ def paired_interval(one: Record, other: Record, *, seed: int = 0) -> Ratio:
             values = "" if name == "unit_tokens" else f" ({getattr(one, name)!r} and {getattr(other, name)!r})"
             raise InvalidRequestError(f"the records are not of the same tokens: {name} differs{values}.")
     differences = [mine - theirs for mine, theirs in zip(one.unit_nll, other.unit_nll, strict=True)]
-    low, high = bootstrap_interval(differences, one.unit_tokens, seed=seed)
+    low, high = bootstrap_interval(differences, one.unit_tokens)
     return Ratio(one.perplexity / other.perplexity, low, high, one.ci_unit)
 
 

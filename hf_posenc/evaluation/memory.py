@@ -155,7 +155,7 @@ def _width(config: object, hidden_size: int) -> int:
 
 
 @contextmanager
-def memory_logged(device: torch.device, need: MemoryNeed, method: str, *, log: bool = True) -> Iterator[None]:
+def memory_logged(device: torch.device, need: MemoryNeed, method: str, *, log: bool) -> Iterator[None]:
     """Log the prediction before a piece of work and the measured peak after it, in MB (10^6 bytes).
 
     Args:

@@ -191,8 +191,7 @@ class ProgressFile:
     Of several processes, each of which adds every document, only the main one reads and writes the file.
     """
 
-    def __init__(self, path: Path | None, processes: Processes | None = None) -> None:
-        processes = processes or Processes()
+    def __init__(self, path: Path | None, processes: Processes) -> None:
         self.path = path if processes.is_main else None
         self._finished: dict[tuple[str, int], Finished] = {}
         for entry in processes.from_main(self._entries):

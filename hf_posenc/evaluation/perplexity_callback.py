@@ -23,12 +23,11 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.config import EvalConfig
 from hf_posenc.evaluation.documents import Document, choose_texts, settle_bos, to_token_ids
+from hf_posenc.evaluation.effective_length import CURVE_PROTOCOLS
 from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.families.rotary_model import RotaryModel
 
 logger = logging.getLogger(__name__)
-
-_PROTOCOLS = ("truncated", "last_k", "sliding_window")
 
 
 class PerplexityCallback(TrainerCallback):
@@ -71,8 +70,8 @@ class PerplexityCallback(TrainerCallback):
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        if protocol not in _PROTOCOLS:
-            raise InvalidRequestError(f"protocol must be one of {', '.join(_PROTOCOLS)}, got {protocol!r}.")
+        if protocol not in CURVE_PROTOCOLS:
+            raise InvalidRequestError(f"protocol must be one of {', '.join(CURVE_PROTOCOLS)}, got {protocol!r}.")
         if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
             raise InvalidRequestError(
                 "PerplexityCallback needs the whole model in every process, which FSDP and ZeRO-3 do not leave there. "

@@ -52,6 +52,20 @@ def rule_name(record: AnyRecord) -> str:
     return name
 
 
+def namer(records: Sequence[AnyRecord]) -> Callable[[AnyRecord], str]:
+    """Return a function that names the row of one of these records: its rule, its label, and further differences."""
+    differing = [
+        name for name in ("model", "dtype", "attn_implementation") if len({getattr(one, name) for one in records}) > 1
+    ]
+    models = short_model_names(record.model for record in records)
+
+    def name_of(record: AnyRecord) -> str:
+        besides: list[str] = [models[record.model] if name == "model" else getattr(record, name) for name in differing]
+        return " · ".join(filter(None, (rule_name(record), record.label, *besides)))
+
+    return name_of
+
+
 def training_words(record: AnyRecord, count: Callable[[int], str] = "{:,}".format) -> str:
     """Return the amount of training of a row, such as "after 1,000 tokens"; empty for a model as it was published.
 

@@ -18,7 +18,7 @@ from hf_posenc.checkpoint.manifest import needs_hf_posenc, read_manifest
 from hf_posenc.checkpoint.pretrained import auto_class_of
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.rows import training_words
+from hf_posenc.evaluation.rows import rule_name, training_words
 from hf_posenc.exports.folder import command, read_folder
 from hf_posenc.exports.stacks import STACKS, command_for
 from hf_posenc.families.rotary_model import RotaryModel
@@ -119,17 +119,13 @@ def check_records(
         return
     description = describe(model)
     if not any(_is_of(record, description, tokens_trained, fitted_on) for record in records):
-        rows = ", ".join(dict.fromkeys(_row_name(record) for record in records))
+        rows = ", ".join(dict.fromkeys(f"{rule_name(one)} {training_words(one)}".rstrip() for one in records))
         trained = "trained or not is not known" if tokens_trained is None else f"trained on {tokens_trained:,} tokens"
         raise InvalidRequestError(
             f"the results are of {rows}, and none is of this model ({extension_words(description)}, {trained}). Give "
             "those that were measured with the same method, factor, options, original length and training."
         )
     make_tables(records)
-
-
-def _row_name(record: Record) -> str:
-    return f"{record.method} x{record.factor:g}{f' {words}' if (words := training_words(record)) else ''}"
 
 
 def _is_of(

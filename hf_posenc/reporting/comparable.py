@@ -14,7 +14,15 @@ from typing import Literal, NamedTuple, TypeVar
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.intervals import Share, is_tie, share_interval
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
-from hf_posenc.evaluation.rows import is_unpatched, row_key, rule_name, short_model_names, task_name, training_words
+from hf_posenc.evaluation.rows import (
+    is_unpatched,
+    namer,
+    row_key,
+    rule_name,
+    short_model_names,
+    task_name,
+    training_words,
+)
 from hf_posenc.utils.units import count_name, length_name
 
 # What must be equal among all numbers of a table, and what it is in words; and among those of one column, where the
@@ -25,9 +33,7 @@ _ALIKE_AT_LENGTH = {
     "num_documents": "the numbers of documents",
     "n_tokens": "the tokens scored",
     "bos": "the rules for BOS",
-    "average": "the averages",
     "key_tokens": "the key tokens",
-    "window": "the windows",
     "stride": "the strides",
 }
 _ALIKE_BY_POSITION = {
@@ -237,7 +243,7 @@ def sort_tables(records: Sequence[Record]) -> tuple[list[Table], list[str]]:
 
 def _add_tables(records: Sequence[Record], tables: list[Table], left_out: list[str]) -> None:
     """Add the tables of one protocol, and what is said of rows that are left out."""
-    name_of, kept = _namer(records), []
+    name_of, kept = namer(records), []
     for run in _runs(records):
         name = name_of(run[0])
         if note := _long_only(run, name):
@@ -389,23 +395,9 @@ def group_rows(records: Sequence[OneKind]) -> list[tuple[str, str, list[OneKind]
     groups: dict[tuple[object, ...], list[OneKind]] = {}
     for record in records:
         groups.setdefault(row_key(record), []).append(record)
-    name_of = _namer(records)
+    name_of = namer(records)
     rows = [(name_of(group[0]), training_words(group[0], count_name), group) for group in groups.values()]
     return sorted(rows, key=lambda row: not is_unpatched(row[2][0]))
-
-
-def _namer(records: Sequence[OneKind]) -> Callable[[AnyRecord], str]:
-    """Return a function that names the row of one of these records: its rule, its label, and further differences."""
-    differing = [
-        name for name in ("model", "dtype", "attn_implementation") if len({getattr(one, name) for one in records}) > 1
-    ]
-    models = short_model_names(record.model for record in records)
-
-    def name_of(record: AnyRecord) -> str:
-        besides: list[str] = [models[record.model] if name == "model" else getattr(record, name) for name in differing]
-        return " · ".join(filter(None, (rule_name(record), record.label, *besides)))
-
-    return name_of
 
 
 def all_of(records: Sequence[OneKind], name: str) -> str:

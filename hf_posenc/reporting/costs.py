@@ -10,7 +10,7 @@ from hf_posenc.reporting.comparable import Grid, GridRow, Row, Table, model_name
 from hf_posenc.reporting.looks import Looks
 from hf_posenc.reporting.page import Block, Cell, Figure, NumberTable, Panel, Paragraph
 from hf_posenc.reporting.plot import Chart, Line, draw_chart, length_ticks
-from hf_posenc.utils.units import length_name, size_name
+from hf_posenc.utils.units import duration_name, length_name, size_name
 
 _LEGEND = (
     "Peak memory is the GPU's on CUDA, else that of the whole process since it began, so that of a later row is never "
@@ -73,16 +73,9 @@ def row_costs(row: Row | GridRow) -> dict[int, Cost]:
     return costs
 
 
-def seconds_name(seconds: float) -> str:
-    """Return ``0.52 s``, ``7.3 s``, ``164.7 s``, or from an hour on ``1 h 12 min``."""
-    if seconds < 3600:
-        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
-
-
 def _cell(cost: Cost | None) -> Cell:
     if cost is None:
         return Cell("")
     if cost.other is not None:
         return Cell("", (f"in the {length_name(cost.other)} pass",))
-    return Cell(seconds_name(cost.seconds), (size_name(cost.peak_bytes),), cost.seconds)
+    return Cell(duration_name(cost.seconds), (size_name(cost.peak_bytes),), cost.seconds)

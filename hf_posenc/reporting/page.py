@@ -54,10 +54,9 @@ class Sentences(Block):
 
 @dataclass(frozen=True)
 class Facts(Block):
-    """Pairs of a name and a value under a heading."""
+    """Pairs of a name and a value: how something was measured."""
 
     pairs: Sequence[tuple[str, str]]
-    title: str = "How it was measured"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hf_posenc.evaluation.rows import row_key
 from hf_posenc.reporting.comparable import Row, Table, all_of, computed_with, listed, model_names, perplexity_name
 from hf_posenc.reporting.looks import Looks, make_looks
 from hf_posenc.reporting.page import Block, Cell, Facts, Figure, NumberTable, Panel, Paragraph
-from hf_posenc.reporting.plot import Chart, Line, draw_chart, draw_png, intervals_words, length_ticks, shows_raw
+from hf_posenc.reporting.plot import Chart, Line, draw_chart, intervals_words, length_ticks, shows_raw
 from hf_posenc.utils.units import length_name
 
 _MOST_POINTS, _MOST_LINES = 256, 16  # of a chart and of a table; neighbours are added up to have no more
@@ -53,7 +53,7 @@ def left_out_panel(notes: Sequence[str]) -> Panel:
 
 def perplexity_curve(results: Table) -> bytes:
     """Return the chart of a table of perplexities as PNG, for a use outside a report: its title names no model."""
-    return draw_png(replace(_chart(results, make_looks(results.records)), title=results.title))
+    return draw_chart(replace(_chart(results, make_looks(results.records)), title=results.title)).png
 
 
 def _chart(results: Table, looks: Looks) -> Chart:

@@ -172,14 +172,6 @@ def draw_chart(chart: Chart) -> Drawing:
     return draw(partial(_make_figure, chart, _WIDE), partial(_make_figure, chart, _NARROW))
 
 
-def draw_png(chart: Chart) -> bytes:
-    """Draw a chart as PNG only, for a file that is shown alone."""
-    import matplotlib
-
-    with matplotlib.rc_context(cast(Any, _STYLE)):
-        return _saved(_make_figure(chart, _WIDE), "png")[0]
-
-
 def _make_figure(chart: Chart, form: _Form) -> Figure:
     names, count = [line.name for line in chart.lines], len(chart.lines)
     if has_legend := form is _NARROW or max(map(len, names)) > _LONGEST_LABEL:

@@ -79,9 +79,9 @@ def _parse_duration(text: str) -> float:
 
 
 def duration_name(seconds: float) -> str:
-    """Return ``0.4 s``, ``45 s``, ``2.1 min`` or ``1.4 h``."""
+    """Return ``0.014 s``, ``7.4 s``, ``45 s``, ``2.1 min`` or ``1.4 h``."""
     if seconds < 90:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+        return f"{seconds:.{'2g' if seconds < 1 else '1f' if seconds < 9.95 else '0f'}} s"
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 

@@ -179,7 +179,7 @@ def test_times_as_people_write_them(text: str, seconds: float) -> None:
         with pytest.raises(ValueError, match="90s, 20m"):
             Duration(wrong)
     assert [duration_name(one) for one in (0.42, 45.2, 126, 5040, 7200)] == [
-        "0.4 s",
+        "0.42 s",
         "45 s",
         "2.1 min",
         "84.0 min",

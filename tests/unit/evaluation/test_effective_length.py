@@ -185,6 +185,14 @@ def test_rows_of_one_method_are_kept_apart() -> None:
     assert [row.name for row in reach(two)] == ["unpatched · tiny", "unpatched · other"]
 
 
+def test_a_row_is_held_against_the_unpatched_model_in_its_own_dtype() -> None:
+    records = smollm2("none") + smollm2("yarn")
+    lower = [replace(one, dtype="bfloat16", perplexity=2 * one.perplexity) for one in records]
+    rows = {row.name: row.short_cost for row in reach([*records, *lower])}
+    assert list(rows) == ["unpatched · float32", "unpatched · bfloat16", "yarn x2 · float32", "yarn x2 · bfloat16"]
+    assert rows["yarn x2 · float32"] == rows["yarn x2 · bfloat16"] == pytest.approx(2.05, abs=0.01)
+
+
 def test_losses_of_different_texts_make_no_verdict() -> None:
     plain = by_position("none", unpatched)
     worse = by_position("yarn", lambda position: text(position) + 0.5, run_key="yarn-1")

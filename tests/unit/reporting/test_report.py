@@ -134,7 +134,6 @@ def test_same_records_give_the_same_files(tmp_path: Path) -> None:
         ("bos", "prepended"),
         ("num_documents", 9),
         ("stride", 64),
-        ("window", 512),
         ("average", "windows"),
     ],
 )
