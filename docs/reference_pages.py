@@ -477,10 +477,10 @@ def protocols_page() -> str:
     """Return the page of all protocols, from the table that perplexities are measured by."""
     parts = [_PROTOCOLS_LEAD]
     for name, rule in RULES.items():
-        numbers: dict[str, int | str] = {
+        numbers: dict[str, int | str | None] = {
             "n": "N",
             "stride": rule.stride or "`--stride`",
-            "last_k": rule.last_k or "`--last-k`",
+            "last_k": rule.last_k,
             "first": "`score_from`",
         }
         words = in_words(name, rule.bos or "none", rule.average, None, **numbers)

@@ -95,7 +95,7 @@ def evaluate(argv: Sequence[str]) -> None:
     from hf_posenc.checkpoint.loading import load_model, read_tokenizer
     from hf_posenc.checkpoint.manifest import tokens_trained
     from hf_posenc.evaluation import perplexity, reach_lines
-    from hf_posenc.evaluation.key_tokens import load_key_tokens
+    from hf_posenc.evaluation.key_tokens import load_evaluator
     from hf_posenc.evaluation.records import check_output
     from hf_posenc.evaluation.rows import extended_as, refuse_extended, try_rows
     from hf_posenc.reporting import text_table
@@ -115,8 +115,8 @@ def evaluate(argv: Sequence[str]) -> None:
     try_rows(model, rows)
     settings |= {"tokenizer": tokenizer, "sharded": sharded}
     if not prompts.tasks and "longppl" in what.protocol:
-        chosen = key_token_settings(what)
-        settings["key_tokens"] = load_key_tokens(tokenizer=tokenizer, **chosen, **vars(loading))
+        judge = None if what.evaluator is None else load_evaluator(what.evaluator, tokenizer, **vars(loading))
+        settings["key_tokens"] = KeyTokens(judge, what.alpha, what.beta, what.short_context)
     records: list[AnyRecord] = []
     for row in rows:
         with extended_as(model, row):
@@ -182,7 +182,8 @@ def perplexity_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict
         ValueError: A length or number that cannot be, or a flag that nothing requested has a use for.
     """
     what.runs()
-    key_token_settings(what)
+    if "longppl" not in what.protocol:
+        refuse_given(what, _usual(what), KEY_TOKENS, "is for --protocol longppl; leave it out, or measure that")
     if "longppl" in what.protocol and what.short_context is not None:
         check_short_context(what.short_context, what.context_lengths)
     refuse_given(
@@ -207,14 +208,3 @@ def retrieval_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict[
     check_retrieval(retrieval.tasks, what.context_lengths, retrieval.depths, retrieval.samples, retrieval.questions)
     own = {name: getattr(what, name) for name in (*shared, *_OUTPUT)}
     return {**vars(retrieval), **own, "progress": not what.hide_progress}
-
-
-def key_token_settings(what: EvalArguments) -> dict[str, Any]:
-    """Return the settings for ``load_key_tokens``.
-
-    Raises:
-        ValueError: One of the flags was given, but not the protocol they are for.
-    """
-    if "longppl" not in what.protocol:
-        refuse_given(what, _usual(what), KEY_TOKENS, "is for --protocol longppl; leave it out, or measure that")
-    return {name: getattr(what, name) for name in KEY_TOKENS}

@@ -13,12 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.comparing.candidates import Candidate, find_candidates
 from hf_posenc.comparing.config import CompareConfig
 from hf_posenc.comparing.timing import Timings, time_candidates
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation import perplexity
-from hf_posenc.evaluation.documents import hash_token_ids, select_documents, to_token_ids
+from hf_posenc.evaluation.config import EvalConfig
+from hf_posenc.evaluation.documents import choose_texts, hash_token_ids, to_token_ids
 from hf_posenc.evaluation.passes import default_bucket
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
 from hf_posenc.evaluation.rows import extended_as
+from hf_posenc.evaluation.windows import doublings
 from hf_posenc.patching.api import describe
 from hf_posenc.retrieving.haystack import read_haystack
 from hf_posenc.retrieving.measuring_retrieval import retrieval
@@ -145,27 +147,31 @@ def make_plan(
     """
     original = what.original_max_position_embeddings or describe(model)["original_max_position_embeddings"]
     target = int(what.context_length)
-    if original is not None and target <= original:
+    if original is None:
+        raise InvalidRequestError(
+            "the config does not say what the model was trained on: pass "
+            f"{argument('original_max_position_embeddings')}."
+        )
+    if target <= original:
         raise InvalidRequestError(
             f"the model reads {original} tokens as it is, so for {target} nothing has to be extended. Give a longer "
             "--context-length (or --original-max-position-embeddings, if its config says more than it was trained on)."
         )
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    ids = select_documents(
-        to_token_ids(documents, tokenizer, vocab_size), target, cut=what.cut, max_documents=what.max_documents
-    )
+    read = EvalConfig.of([target], cut=what.cut, max_documents=what.max_documents)
+    (ids,) = choose_texts(read.runs(), to_token_ids(documents, tokenizer, vocab_size), None, read).values()
     shared = ("context_length", "original_max_position_embeddings", "sliding_window", "on_scaled")
     candidates, left_out = find_candidates(
         model, {name: getattr(what, name) for name in shared}, what.methods, what.rope_scaling
     )
-    lengths = [length for length in _doublings(original, target) if what.tasks]
+    lengths = [length for length in doublings(original, target) if what.tasks]
     timings = time_candidates(model, candidates, ids[0], target, original)
     prompts = _prompts(tokenizer, documents, what, lengths)
     steps = [_step(one, timings, ids, prompts, what, known) for one in candidates]
     return Plan(
         original=original,
         target=target,
-        lengths=tuple(sorted({max(original // 4, 2), max(original // 2, 2), *_doublings(original, target)})),
+        lengths=tuple(sorted({max(original // 4, 2), max(original // 2, 2), *doublings(original, target)})),
         retrieval_lengths=tuple(lengths),
         num_documents=len(ids),
         num_prompts=len(prompts),
@@ -173,13 +179,6 @@ def make_plan(
         left_out=left_out,
         timed=timings.lengths,
     )
-
-
-def _doublings(original: int, target: int) -> list[int]:
-    lengths = [original]
-    while 2 * lengths[-1] < target:
-        lengths.append(2 * lengths[-1])
-    return [*lengths, target]
 
 
 def _prompts(

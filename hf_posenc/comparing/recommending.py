@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED, kind_of
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation.effective_length import LossReach, reach
+from hf_posenc.evaluation.effective_length import LossReach, Reach, reach
 from hf_posenc.evaluation.intervals import Ratio, Share, paired_interval, share_right
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
 from hf_posenc.utils.units import length_name
@@ -62,9 +62,10 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] 
     taken = min(ties, key=lambda method: (kinds[method], able[method].perplexity))
     static = [method for method in able if kinds[method] == STATIC]
     served = min(static, key=lambda method: able[method].perplexity, default=None)
-    loss = reach([*rows.get("none", ()), *rows[taken]])[-1].loss
+    row = reach([*rows.get("none", ()), *rows[taken]])[-1]
+    loss = row.loss
     holds = None if isinstance(loss, str) or loss.doubt else loss.length is not None and loss.is_longest
-    lines = [_why(taken, best, kinds[taken], longest, above, shares), *_price(taken, rows)]
+    lines = [_why(taken, best, kinds[taken], longest, above, shares), *_price(taken, row)]
     if others := [f"{_name(method)} {above[method]}" for method in ties if method not in (taken, best)]:
         lines.append(f"as good as the lowest within the noise: {', '.join(others)}")
     if kinds[taken] > STATIC and served is not None:
@@ -127,11 +128,10 @@ _ADVANTAGE = {
 }
 
 
-def _price(taken: str, rows: Mapping[str, Sequence[AnyRecord]]) -> list[str]:
+def _price(taken: str, row: Reach) -> list[str]:
     """Return the cost for short texts, and whether the curve ends before the requested length."""
     if taken == "none":
         return []
-    row = reach([*rows.get("none", ()), *rows[taken]])[-1]
     lines = [] if row.short_cost is None else row.short_words()
     if isinstance(row.loss, LossReach) and not row.loss.doubt and not (row.loss.length and row.loss.is_longest):
         ends = "is worse than unpatched at the original length already"

@@ -13,9 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posenc.comparing.candidates import STATIC, Candidate
-from hf_posenc.evaluation.losses import document_losses, evaluation_mode
+from hf_posenc.evaluation.losses import evaluation_mode, window_losses
 from hf_posenc.evaluation.memory import shape_of
 from hf_posenc.evaluation.rows import extended_as
+from hf_posenc.evaluation.windows import Window
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.retrieving.scoring import Asked, replies
 
@@ -99,7 +100,7 @@ def time_candidates(
     work = work_of(model)
     with evaluation_mode(model):
         n1 = min(_SHORTEST, target // 2)
-        document_losses(model, ids[:n1])  # the first one warms up
+        _score(model, ids[:n1])  # the first one warms up
         while (t1 := _time_pass(model, ids[:n1])) < _LONG_ENOUGH and 4 * n1 <= target:
             n1 *= 2
         n2 = 2 * n1
@@ -117,7 +118,11 @@ def time_candidates(
 
 
 def _time_pass(model: PreTrainedModel, ids: torch.Tensor) -> float:
-    return _time(partial(document_losses, model, ids))
+    return _time(partial(_score, model, ids))
+
+
+def _score(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    window_losses(model, ids, [Window(0, len(ids), 1)], torch.ones(len(ids), dtype=torch.bool))
 
 
 def _time(run: Callable[[], object]) -> float:

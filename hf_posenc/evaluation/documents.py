@@ -69,86 +69,6 @@ def _one_row(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> t
     return row.to(device="cpu", dtype=torch.int64)
 
 
-def bos_token_id(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None, bos: Literal["prepended"] | None
-) -> int | None:
-    """Return the id to put before every document, or None where none was requested.
-
-    Raises:
-        ValueError: ``bos`` is not "prepended", or neither the tokenizer nor the model has a BOS token.
-    """
-    if bos is None:
-        return None
-    if bos != "prepended":
-        raise InvalidRequestError(f"bos must be None or 'prepended', got {bos!r}.")
-    token_id = getattr(tokenizer, "bos_token_id", None)
-    if token_id is None:
-        token_id = config.bos_token_id
-    if token_id is None:
-        raise InvalidRequestError("bos='prepended', but neither the tokenizer nor the model's config has a BOS token.")
-    return int(token_id)
-
-
-def select_documents(
-    ids: Sequence[torch.Tensor],
-    longest: int,
-    *,
-    max_tokens: int | None = None,
-    bos_id: int | None = None,
-    cut: bool = False,
-    max_documents: int | None = None,
-    min_tokens: int | None = None,
-    whole: bool = False,
-) -> list[torch.Tensor]:
-    """Return the documents that reach the longest context length, so that every length is measured on the same ones.
-
-    Args:
-        ids: Token ids of each document.
-        longest: The longest context length, in tokens.
-        max_tokens: What is kept of a document at most; None keeps ``longest``.
-        bos_id: Put before every document (or piece); it counts as one of its tokens.
-        cut: Cut long documents into consecutive pieces instead of keeping their beginning only.
-        max_documents: At most this many, evenly spread over all that are long enough.
-        min_tokens: What a document has to have, if not the longest context length.
-        whole: Keep all of a document unless ``max_tokens`` is given.
-
-    Raises:
-        ValueError: No document is long enough.
-    """
-    start = [] if bos_id is None else [bos_id]
-    needed, kept = (min_tokens or longest) - len(start), (max_tokens or longest) - len(start)
-    long_enough = [row for row in ids if len(row) >= (kept if cut else needed)]
-    _tell_left_out(ids, len(long_enough), kept if cut else needed)
-    if cut:
-        pieces = [piece for row in long_enough for piece in torch.split(row, kept) if len(piece) == kept]
-    else:
-        pieces = [row if whole and max_tokens is None else row[:kept] for row in long_enough]
-    if any(piece[0].item() == bos_id for piece in pieces):
-        raise InvalidRequestError(
-            f"bos='prepended', but a document already starts with BOS (token {bos_id}). Leave bos out."
-        )
-    return [torch.cat([piece.new_tensor(start), piece]) for piece in spread(pieces, max_documents)]
-
-
-def make_stream(
-    ids: Sequence[torch.Tensor],
-    *,
-    max_tokens: int | None = None,
-    bos_id: int | None = None,
-    max_documents: int | None = None,
-) -> torch.Tensor:
-    """Return all documents one after the other as one row, with nothing between them, as LongLoRA's data is.
-
-    Args:
-        ids: Token ids of each document, however short.
-        max_tokens: How long the row is at most; None keeps all.
-        bos_id: Put before the whole row, once.
-        max_documents: At most this many, evenly spread.
-    """
-    start = torch.tensor([] if bos_id is None else [bos_id], dtype=torch.int64)
-    return torch.cat([start, *spread(ids, max_documents)])[:max_tokens]
-
-
 def _tell_left_out(ids: Sequence[torch.Tensor], num_kept: int, needed: int) -> None:
     longest = max(len(row) for row in ids)
     if num_kept == 0:
@@ -208,11 +128,15 @@ def settle_bos(
         The runs, and the id of the token, None where no run has it.
 
     Raises:
-        ValueError: There is no BOS token where one is needed.
+        ValueError: There is no BOS token where one is needed, or the request is none that is known.
     """
-    requested = bos_token_id(text_config, tokenizer, bos)
-    source = text_config if tokenizer is None else tokenizer
-    own_id = getattr(source, "bos_token_id", None)
+    of_model = getattr(text_config, "bos_token_id", None)
+    own_id = of_model if tokenizer is None else tokenizer.bos_token_id
+    bos_id = of_model if own_id is None and bos else own_id
+    if bos not in (None, "prepended"):
+        raise InvalidRequestError(f"bos must be None or 'prepended', got {bos!r}.")
+    if bos and bos_id is None:
+        raise InvalidRequestError("bos='prepended', but neither the tokenizer nor the model's config has a BOS token.")
     settled = []
     for run in runs:
         if run.rule.bos is None:
@@ -224,13 +148,15 @@ def settle_bos(
                 )
             run = replace(run, bos="none")
         settled.append(run)
-    return settled, own_id if requested is None else requested
+    return settled, bos_id
 
 
 def texts_of(
     run: Run, ids: Sequence[torch.Tensor], longest: int, bos_id: int | None, config: EvalConfig
 ) -> list[torch.Tensor]:
     """Return the token ids int64 ``(num_tokens,)`` of each text a run measures.
+
+    All lengths are measured on the same texts: documents that do not reach the longest are left out.
 
     Args:
         run: The protocol, with its BOS settled.
@@ -240,29 +166,29 @@ def texts_of(
         config: What is taken of the documents, checked by its ``runs``.
 
     Raises:
-        ValueError: No document is long enough.
+        ValueError: No document is long enough, or one begins with the BOS token that would be put before it.
     """
-    shape, limit = run.rule.shape, config.max_tokens
-    before = bos_id if run.bos == "prepended" else None
-    if shape == "stream":
-        return [make_stream(ids, max_tokens=limit, bos_id=before, max_documents=config.max_documents)]
-    # A window's own BOS is one of its tokens; what comes after the last token fed is scored at the end of a document.
-    spare = int(shape == "end") - int(run.bos == "each_window")
-    if run.bos == "each_window" and any(len(row) and int(row[0]) == bos_id for row in ids):
+    rule, limit, most = run.rule, config.max_tokens, config.max_documents
+    start = torch.tensor([bos_id] if run.bos == "prepended" else [], dtype=torch.int64)
+    if rule.shape == "stream":  # LongLoRA's data has nothing between documents
+        return [torch.cat([start, *spread(ids, most)])[:limit]]
+    # A document's and a window's own BOS is one of its tokens; what comes after the last token fed is scored at the
+    # end of a document.
+    spare = int(rule.shape == "end") - int(run.bos != "none")
+    kept = (limit or longest) + spare
+    needed = kept if config.cut else (config.min_tokens or longest) + spare
+    long_enough = [row for row in ids if len(row) >= needed]
+    _tell_left_out(ids, len(long_enough), needed)
+    if config.cut:
+        texts = [piece for row in long_enough for piece in torch.split(row, kept) if len(piece) == kept]
+    else:
+        texts = [row if rule.whole and limit is None else row[:kept] for row in long_enough]
+    if run.bos != "none" and any(len(text) and int(text[0]) == bos_id for text in texts):
         raise InvalidRequestError(
-            f"protocol {run.protocol!r} puts BOS (token {bos_id}) before every window, but a document already starts "
-            "with it. Give the documents without."
+            f"a BOS token (token {bos_id}) is put before every {'window' if run.bos == 'each_window' else 'document'}, "
+            "but a document already starts with it. Give the documents without, or leave bos out."
         )
-    return select_documents(
-        ids,
-        longest + spare,
-        max_tokens=None if limit is None else limit + spare,
-        bos_id=before,
-        cut=config.cut,
-        max_documents=config.max_documents,
-        min_tokens=None if config.min_tokens is None else config.min_tokens + spare,
-        whole=run.rule.whole and not config.cut,
-    )
+    return [torch.cat([start, text]) for text in spread(texts, most)]
 
 
 def count_documents(run: Run, texts: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], config: EvalConfig) -> int:

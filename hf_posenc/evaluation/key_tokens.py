@@ -46,12 +46,12 @@ def short_windows(num_tokens: int, short_context: int) -> list[Window]:
 class KeyTokenFinder:
     """Losses of a text and its key tokens.
 
-    ``losses_of`` and ``evaluator_losses_of`` are ``window_losses`` of the measured and of the choosing model, named
-    ``chosen_by``; None where the measured one chooses.
+    ``losses_of`` and ``judge`` are ``window_losses`` of the measured and of the choosing model, named ``chosen_by``,
+    which may be the same.
     """
 
     losses_of: LossesOf
-    evaluator_losses_of: LossesOf | None
+    judge: LossesOf
     alpha: float
     beta: float
     short_context: int
@@ -63,7 +63,7 @@ class KeyTokenFinder:
     ) -> Self:
         """Make one of what is wanted; ``judges`` has the losses of the choosing model, or is empty."""
         short, chosen_by = wanted.short_tokens(original_length), _describe(wanted.evaluator if judges else None)
-        return cls(losses_of, judges[0] if judges else None, wanted.alpha, wanted.beta, short, chosen_by)
+        return cls(losses_of, judges[0] if judges else losses_of, wanted.alpha, wanted.beta, short, chosen_by)
 
     def facts(self, scored: str) -> dict[str, Any]:
         """Return the fields of a record that say how its tokens are chosen, ``scored`` completed by it in words."""
@@ -83,13 +83,12 @@ class KeyTokenFinder:
         """
         text = text[:num_tokens]
         losses = self._long(self.losses_of, text, advance)
-        judge = self.evaluator_losses_of or self.losses_of
-        long = losses if judge is self.losses_of else self._long(judge, text, None)
+        long = losses if self.judge is self.losses_of else self._long(self.judge, text, None)
         short = torch.full_like(long, float("nan"))
         for windows in grouped(short_windows(num_tokens, self.short_context)):
             row, placed = lay_out(text, windows, None)
             needed = torch.ones(len(row), dtype=torch.bool)
-            of_row = judge(row, placed, needed)
+            of_row = self.judge(row, placed, needed)
             for window, at in zip(windows, placed, strict=True):
                 short[window.score_from : window.end] = of_row[at.score_from : at.end]
         return losses, (short - long > self.alpha) & (long < -self.beta)  # false where there is no short one
@@ -100,23 +99,12 @@ class KeyTokenFinder:
         return losses_of(text, [Window(0, len(text), 1)], needed, advance=advance)
 
 
-def load_key_tokens(
-    evaluator: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    alpha: float,
-    beta: float,
-    short_context: int | None,
-    **loading: Any,
-) -> KeyTokens:
-    """Load the model that chooses key tokens, if one is named.
+def load_evaluator(evaluator: str, tokenizer: PreTrainedTokenizerBase, **loading: Any) -> PreTrainedModel:
+    """Load the model that chooses key tokens.
 
     Args:
-        evaluator: What ``load_model`` takes; None lets the measured model choose.
+        evaluator: What ``load_model`` takes.
         tokenizer: Tokenizer of the measured model.
-        alpha: As in ``KeyTokens``.
-        beta: As in ``KeyTokens``.
-        short_context: As in ``KeyTokens``.
         **loading: As ``load_model`` takes them.
 
     Raises:
@@ -124,15 +112,13 @@ def load_key_tokens(
     """
     from hf_posenc.checkpoint.loading import load_model
 
-    if evaluator is None:
-        return KeyTokens(None, alpha, beta, short_context)
     model, its_tokenizer = load_model(evaluator, **loading)
     if hash_tokenizer(its_tokenizer) != hash_tokenizer(tokenizer):
         raise InvalidRequestError(
             f"{evaluator!r} has another tokenizer than the measured model, so the tokens it chooses are others. Give "
             "an evaluator of the same family."
         )
-    return KeyTokens(model, alpha, beta, short_context)
+    return model
 
 
 def _describe(evaluator: PreTrainedModel | None) -> str:

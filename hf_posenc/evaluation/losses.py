@@ -23,33 +23,6 @@ Advance = Callable[[int], object]  # called with the tokens fed since the last c
 _TOKENS_AT_ONCE_CPU, _TOKENS_AT_ONCE = 1024, 8192  # of windows in one batch
 
 
-def document_losses(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    *,
-    prefill_chunk: int | None = None,
-    logits_chunk: int | None = None,
-    advance: Advance | None = None,
-) -> torch.Tensor:
-    """Return the loss of each requested token given all tokens before it, from one causal pass.
-
-    Args:
-        model: A causal language model in evaluation mode, not wrapped.
-        input_ids: int64 ``(num_tokens,)``.
-        positions: Rising int64 ``(k,)`` from 1 to ``num_tokens - 1``: the tokens to score. None scores all of them.
-        prefill_chunk: Feed this many tokens at a time over a KV cache: the same numbers. Whether that needs less
-            memory, ``memory.predict_memory`` says. None feeds all at once.
-        logits_chunk: Rows whose logits exist at one time; None takes what fits into 64 MiB in float32.
-        advance: Called with the number of tokens after each chunk.
-
-    Returns:
-        float32 ``(k,)`` on the CPU, in nats.
-    """
-    requested = torch.arange(1, len(input_ids)) if positions is None else positions
-    return _batch_losses(model, input_ids.unsqueeze(0), [requested], prefill_chunk, logits_chunk, advance)[0]
-
-
 def window_losses(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -61,18 +34,22 @@ def window_losses(
     batch_size: int | None = None,
     advance: Advance | None = None,
 ) -> torch.Tensor:
-    """Return float32 ``(num_tokens,)``: the loss of each needed token from the window that scores it, NaN elsewhere.
+    """Return the loss of each needed token, given what is before it in the window that scores it.
 
     Args:
-        model: As for ``document_losses``.
+        model: A causal language model in evaluation mode, not wrapped.
         input_ids: int64 ``(num_tokens,)``, the whole document.
         windows: What is fed together; each window starts without memory of the one before.
         needed: bool ``(num_tokens,)``; only these reach the head.
-        prefill_chunk: As for ``document_losses``.
-        logits_chunk: As for ``document_losses``.
+        prefill_chunk: Feed this many tokens at a time over a KV cache: the same numbers. Whether that needs less
+            memory, ``memory.predict_memory`` says. None feeds all of a window at once.
+        logits_chunk: Rows whose logits exist at one time; None takes what fits into 64 MiB in float32.
         batch_size: Windows of equal length that are fed together; None chooses it by their length. The losses agree
             with those of single windows to 1e-5 nats in float32, and to rounding (some 1e-2 a token) in bfloat16.
-        advance: As for ``document_losses``.
+        advance: Called with the number of tokens after each chunk.
+
+    Returns:
+        float32 ``(num_tokens,)`` on the CPU, in nats; NaN elsewhere.
 
     Raises:
         ValueError: The model gave a loss that is not a finite number.
@@ -209,7 +186,7 @@ def _batch_losses(
     logits_chunk: int | None,
     advance: Advance | None,
 ) -> list[torch.Tensor]:
-    """Return the losses of each row's positions, for int64 ``(batch, num_tokens)``; as ``document_losses``."""
+    """Return the losses of each row's positions, from one causal pass over int64 ``(batch, num_tokens)``."""
     losses: list[list[torch.Tensor]] = [[torch.empty(0)] for _ in positions]
     rows_at_once = logits_chunk or default_logits_chunk(model.config.get_text_config(decoder=True).vocab_size)
     for start, hidden in _hidden_chunks(model, input_ids, prefill_chunk):

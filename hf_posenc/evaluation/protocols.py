@@ -45,7 +45,7 @@ class Rule:
         bos: ``None`` leaves it to whoever measures; ``prepended`` and ``each_window`` apply where there is a BOS token.
         needs_bos: Whether there has to be one.
         stride: The published number of new tokens a window; None takes ours.
-        last_k: The published number of tokens scored; None takes ours.
+        last_k: Tokens scored at the end, unless another number is requested; None for protocols that score others.
         average: ``windows`` for the mean of window means, where each window counts the same however few its tokens.
         by_position: Whether each scored token is at its own position of one text, so that records can hold the loss
             by position.
@@ -88,6 +88,7 @@ RULES: dict[ProtocolName, Rule] = {
         "ours",
         "beginning",
         "The first {n} tokens of each document are read in one go; the last {last_k} of them are scored.",
+        last_k=256,
     ),
     "sliding_window": Rule(
         f"ours, after {_PRESS}",

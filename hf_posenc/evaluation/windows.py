@@ -11,7 +11,6 @@ from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.evaluation.protocols import PROTOCOLS, Average, Bos, ProtocolName, Rule, in_words, rule_of
 
 DEFAULT_STRIDE = 256
-DEFAULT_LAST_K = 256
 _TOKENS_OF_A_GROUP = 2**18
 
 
@@ -235,42 +234,36 @@ def plan_runs(
     runs: list[Run] = []
     for name in dict.fromkeys(protocols):
         rule = rule_of(name)
-        if name in ("last_k", "rerope"):
-            _check_last_k(rule.last_k or DEFAULT_LAST_K if last_k is None else last_k, lengths[0])
+        last = rule.last_k if last_k is None or rule.last_k is None else last_k
+        if last is not None and not 1 <= last < lengths[0]:
+            raise InvalidRequestError(
+                f"{argument('last_k')} must be at least 1 and less than the shortest context length, got {last} and "
+                f"{lengths[0]}. Lower {argument('last_k')}, or leave the short lengths to another protocol."
+            )
         if name == "same_tokens" and len(lengths) < 2:
             raise InvalidRequestError(
                 "same_tokens scores at every length the tokens from the shortest one on: give two context lengths or "
                 f"more, got {lengths}."
             )
-        runs += [_plan(name, rule, length, lengths[0], stride, last_k, average) for length in lengths]
+        first = lengths[0] if name == "same_tokens" else None
+        for length in lengths:
+            step = None if not rule.moves else default_stride(name, length) if stride is None else stride
+            if step is not None:
+                check_stride(length, step)
+            runs.append(
+                Run(
+                    name,  # type: ignore[arg-type]  # rule_of knows it
+                    length,
+                    stride=step,
+                    last_k=last,
+                    score_from=first,
+                    bos=rule.bos or "none",
+                    average=average or rule.average,
+                )
+            )
     if not runs:
         raise InvalidRequestError(f"protocol is empty. Known: {', '.join(PROTOCOLS)}.")
     return runs
-
-
-def _plan(
-    name: str,
-    rule: Rule,
-    length: int,
-    shortest: int,
-    stride: int | None,
-    last_k: int | None,
-    average: Average | None,
-) -> Run:
-    if rule.moves:
-        stride = default_stride(name, length) if stride is None else stride
-        check_stride(length, stride)
-    if name in ("last_k", "rerope"):
-        last_k = rule.last_k or DEFAULT_LAST_K if last_k is None else last_k
-    return Run(
-        name,  # type: ignore[arg-type]  # rule_of knows it
-        length,
-        stride=stride if rule.moves else None,
-        last_k=last_k if name in ("last_k", "rerope") else None,
-        score_from=shortest if name == "same_tokens" else None,
-        bos=rule.bos or "none",
-        average=average or rule.average,
-    )
 
 
 def _as_list(context_lengths: Iterable[int]) -> list[int]:
@@ -291,19 +284,18 @@ def _whole(length: int) -> int:
         ) from None
 
 
-def _check_last_k(last_k: int, shortest: int) -> None:
-    if not 1 <= last_k < shortest:
-        raise InvalidRequestError(
-            f"{argument('last_k')} must be at least 1 and less than the shortest context length, got {last_k} and "
-            f"{shortest}. "
-            f"Lower {argument('last_k')}, or leave the short lengths to another protocol."
-        )
-
-
 def default_stride(protocol: str, window: int) -> int:
     """Return the stride of a protocol that moves a window: the published one, or ours."""
     ours = DEFAULT_STRIDE if window > DEFAULT_STRIDE and protocol != "same_tokens" else max(1, window // 2)
     return rule_of(protocol).stride or ours
+
+
+def doublings(original: int, target: int) -> list[int]:
+    """Return the original length, its doublings below the target, and the target."""
+    lengths = [original]
+    while 2 * lengths[-1] < target:
+        lengths.append(2 * lengths[-1])
+    return [*lengths, target]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.intervals import share_interval
 from hf_posenc.evaluation.measuring_perplexity import perplexity
 from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.windows import doublings
 from hf_posenc.fitting.adapting import Adapter
 from hf_posenc.fitting.hidden_numbers import MEASURED_BY, HiddenNumber, hide_numbers
 from hf_posenc.fitting.run import FitRun
@@ -48,12 +49,8 @@ class NumbersFound:
 
 def measured_lengths(original: int, target: int) -> list[int]:
     """Return the lengths of the table: 512 (or half the original length), the original, its doublings, the target."""
-    lengths = {max(min(_SHORTEST, original // 2), 2), max(original // 4, 2), original, target}
-    length = 2 * original
-    while length < target:
-        lengths.add(length)
-        length *= 2
-    return sorted(lengths)
+    short = {max(min(_SHORTEST, original // 2), 2), max(original // 4, 2)}
+    return sorted({*short, *doublings(original, target)})
 
 
 def measure_rows(

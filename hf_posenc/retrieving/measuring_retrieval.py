@@ -25,7 +25,7 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.retrieving.config import DEFAULT_DEPTHS, check_retrieval
 from hf_posenc.retrieving.haystack import read_haystack
 from hf_posenc.retrieving.prompts import Chat, Prompt, PromptMaker
-from hf_posenc.retrieving.scoring import Asked, Reply, needs_its_own_pass, replies
+from hf_posenc.retrieving.scoring import Asked, Reply, replies
 from hf_posenc.retrieving.tasks import expand_groups, get_task
 from hf_posenc.retrieving.tasks.base import num_written
 from hf_posenc.utils.console import Progress
@@ -184,7 +184,7 @@ class _Prompting:
         self.model, self.tokenizer, self.prefill_chunk, self.output = model, tokenizer, prefill_chunk, output
         self.processes = processes
         self.stop_ids = stop_ids_of(model, tokenizer)
-        self.reads_anew = needs_its_own_pass(model)
+        self.length_dependent = length_dependent_rope_types(model)  # each question changes the keys before it
 
     def answer_all(self, texts: Sequence[_Text], progress: bool) -> list[RetrievalRecord]:
         """Return the records of all questions; those in the file are not repeated."""
@@ -200,12 +200,12 @@ class _Prompting:
             done = len(run_keys) - left
             if self.output is not None:
                 logger.warning("%d of %d results are already in %s: not repeated.", done, len(run_keys), self.output)
-        if self.reads_anew and left > len(todo):
+        if self.length_dependent and left > len(todo):
             logger.warning(
                 "each of %d questions is read with its whole text, for the frequencies of rope_type %s change with the "
                 "number of tokens: --questions saves no time.",
                 left,
-                " and ".join(length_dependent_rope_types(self.model)),
+                " and ".join(self.length_dependent),
             )
         reset_peak_memory(self.model.device)
         shown, alone = progress and self.processes.is_main, self.processes.count == 1
@@ -223,7 +223,7 @@ class _Prompting:
     def _num_tokens(self, text: _Text, questions: Sequence[int]) -> int:
         """Return the number of tokens that are read."""
         asked = sum(int(text.identities[question]["num_prompt_tokens"]) for question in questions)
-        return asked if self.reads_anew else asked - (len(questions) - 1) * text.num_tokens
+        return asked if self.length_dependent else asked - (len(questions) - 1) * text.num_tokens
 
     def _write(self, records: Sequence[RetrievalRecord]) -> None:
         if self.output is not None and self.processes.is_main:

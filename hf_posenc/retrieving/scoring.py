@@ -97,7 +97,8 @@ def replies(
 
     Questions are fed side by side where every layer of the model keeps all keys and its attention takes a mask; what
     is left is fed one question after the other. Where the model's frequencies depend on the length fed
-    (``needs_its_own_pass``), the text is fed anew with each question. Only rows that follow the text reach the head.
+    (``length_dependent_rope_types``), the text is fed anew with each question. Only rows that follow the text reach the
+    head.
 
     Args:
         model: A causal language model in evaluation mode, not wrapped.
@@ -111,7 +112,7 @@ def replies(
         ValueError: Logits that are not finite.
     """
     stops = frozenset(stop_ids)
-    if needs_its_own_pass(model):
+    if length_dependent_rope_types(model):
         for one in asked:
             yield _reply_in_one_pass(model, text_ids + one.question_ids, one, stops, advance)
         return
@@ -129,15 +130,6 @@ def replies(
             yield reply
             if advance is not None:
                 advance(len(one.question_ids))
-
-
-def needs_its_own_pass(model: PreTrainedModel) -> bool:
-    """Say whether each question of a text has to be fed with the text.
-
-    The frequencies of Transformers' ``dynamic``, and of ``longrope`` with two lists, depend on the number of tokens
-    fed: a question changes the keys of the text before it.
-    """
-    return bool(length_dependent_rope_types(model))
 
 
 def _can_feed_side_by_side(model: PreTrainedModel) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,18 @@ def test_a_dictionary_is_one_more_row(book: Path, tmp_path: Path, capsys: pytest
         ({"type": "yarm"}, "Did you mean 'yarn'"),
     ):
         assert message in refused(capsys, *the_comparison(book, "--rope-scaling", json.dumps(wrong)))
+
+
+def test_a_model_whose_original_length_nobody_recorded(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny_model_path(), scaled := tmp_path / "scaled")
+    config = json.loads((scaled / "config.json").read_text(encoding="utf-8"))
+    config |= {"rope_scaling": {"type": "linear", "factor": 2.0}, "max_position_embeddings": 512}
+    config.pop("rope_parameters", None)
+    (scaled / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = the_comparison(book, "--on-scaled", "replace", "--rope-scaling", '{"rope_type": "yarn", "factor": 4.0}')
+    assert "pass --original-max-position-embeddings" in refused(capsys, "eval", scaled, *words[2:])
 
 
 @pytest.mark.parametrize(("factor", "length"), [({"factor": 4.0}, []), ({}, ["--context-length", "512"])])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Protocol
 from uuid import UUID
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
@@ -70,13 +69,9 @@ class Puzzle:
     listing: Listing | None = None
 
 
-class MakePuzzle(Protocol):
-    """Makes one text of a task for a context length in tokens, with so many questions.
-
-    All that is random comes from ``rng``.
-    """
-
-    def __call__(self, rng: Random, context_length: int, num_questions: int) -> Puzzle: ...
+# Makes one text of a task: from what all that is random comes from, the context length in tokens, and the number of
+# questions.
+MakePuzzle = Callable[[Random, int, int], Puzzle]
 
 
 @dataclass(frozen=True)

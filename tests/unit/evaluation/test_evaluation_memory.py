@@ -17,7 +17,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCaus
 
 from hf_posenc import patch_model
 from hf_posenc.evaluation import KeyTokens, perplexity
-from hf_posenc.evaluation.losses import RoomyLayer, document_losses, make_cache, memory_need
+from hf_posenc.evaluation.losses import RoomyLayer, make_cache, memory_need, window_losses
 from hf_posenc.evaluation.memory import ModelShape, default_logits_chunk, predict_memory, shape_of
 from hf_posenc.evaluation.windows import Window
 
@@ -37,7 +37,8 @@ import ctypes, gc, json, sys, torch
 from hf_posenc.assets import tiny_model_path
 from hf_posenc.evaluation.memory import memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.model_facts import hash_weights
-from hf_posenc.evaluation.losses import document_losses
+from hf_posenc.evaluation.losses import window_losses
+from hf_posenc.evaluation.windows import Window
 from hf_posenc.evaluation.memory import predict_memory, shape_of
 from hf_posenc.checkpoint.loading import load_model
 
@@ -46,12 +47,13 @@ for dtype, num_tokens, chunk in json.loads(sys.argv[1]):
     model, _ = load_model(tiny_model_path(), dtype=dtype, device="cpu")
     hash_weights(model)  # so that all of it is in memory
     ids = torch.arange(num_tokens) % 2048
-    document_losses(model, ids, prefill_chunk=chunk)  # oneDNN compiles and keeps kernels for each new shape
+    whole = [Window(0, num_tokens, 1)], torch.ones(num_tokens, dtype=torch.bool)
+    window_losses(model, ids, *whole, prefill_chunk=chunk)  # oneDNN compiles and keeps kernels for each new shape
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = memory_in_use(model.device)
     reset_peak_memory(model.device)
-    document_losses(model, ids, prefill_chunk=chunk)
+    window_losses(model, ids, *whole, prefill_chunk=chunk)
     need = predict_memory(shape_of(model), num_tokens, prefill_chunk=chunk)
     print(json.dumps([peak_memory(model.device) - before, need.beyond_model]), flush=True)
 """
@@ -185,6 +187,8 @@ def test_hf_posencs_attention_implementation_keeps_its_own_cache(tiny_llama: Cal
     model, ids = tiny_llama(), torch.arange(1, 100)
     patch_model(model, "dynamic_yarn", 4)
     assert not any(isinstance(layer, RoomyLayer) for layer in make_cache(model, 99).layers)
-    torch.testing.assert_close(
-        document_losses(model, ids, prefill_chunk=16), document_losses(model, ids), rtol=1e-5, atol=1e-5
+    in_chunks, at_once = (
+        window_losses(model, ids, [Window(0, 99, 1)], torch.arange(99) > 0, prefill_chunk=chunk)[1:]
+        for chunk in (16, None)
     )
+    torch.testing.assert_close(in_chunks, at_once, rtol=1e-5, atol=1e-5)

@@ -93,6 +93,12 @@ def test_govreport_averages_windows_however_short(
     assert "mean of the windows' mean losses" in record.scored
 
 
+def test_min_tokens_counts_the_bos_of_a_window(tiny_llama: Make) -> None:
+    texts = make_texts(12, 40)
+    (record,) = measure(tiny_llama(), texts, [20], "pose", stride=8, min_tokens=1)
+    assert record.num_documents == 2
+
+
 def test_pose_weighs_windows_by_their_tokens(tiny_llama: Make, caplog: pytest.LogCaptureFixture) -> None:
     """dwzhu-pku/PoSE, src/eval_ppl.py, compute_perplexity; texts are cut to max_input_tokens, BOS included."""
     model, texts = tiny_llama(), make_texts(33, 60, 29)

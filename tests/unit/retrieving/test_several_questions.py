@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
 from hf_posenc.cli.main import main
-from hf_posenc.evaluation.losses import reset_dynamic_frequencies
+from hf_posenc.evaluation.losses import length_dependent_rope_types, reset_dynamic_frequencies
 from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
 from hf_posenc.retrieving.measuring_retrieval import retrieval
 from hf_posenc.retrieving.prompts import PromptMaker
-from hf_posenc.retrieving.scoring import Asked, needs_its_own_pass, replies
+from hf_posenc.retrieving.scoring import Asked, replies
 from hf_posenc.retrieving.tasks import register_task, tasks
 from hf_posenc.retrieving.tasks.base import PEOPLE, Puzzle, Question
 from model_types import rotary_types, sharp_model, sharpened
@@ -120,7 +120,7 @@ def test_each_reply_is_that_of_a_forward_of_its_own(name: str, prefill_chunk: in
     asked = some_questions(model, text, generator)
     fed = count_fed(model)
     got = list(replies(model, text, asked, prefill_chunk=prefill_chunk))
-    assert needs_its_own_pass(model) == (name in OWN_PASS)
+    assert bool(length_dependent_rope_types(model)) == (name in OWN_PASS)
     assert sum(fed) < (len(text) + 80 if name not in OWN_PASS else 10**9)
     for one, reply in zip(asked, got, strict=True):
         losses, written = expected_reply(model, text + one.question_ids, one)
