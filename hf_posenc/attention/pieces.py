@@ -5,7 +5,7 @@ A piece is one call of the inner attention, or of a kernel for queries that are 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,12 +13,13 @@ from torch.nn.functional import pad
 
 from hf_posenc.attention.inner import inner_attention, piece_mask
 from hf_posenc.attention.layout import StagedForward
-from hf_posenc.attention.rotation import RotatedKeys, Rotation, Tables
+from hf_posenc.attention.rotation import Tables
 from hf_posenc.attention.spans import Extras
 from hf_posenc.attention.tiles import attend_to_all_before, can_tile
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.methods.base import DistanceMethod, StagedMethod
-from hf_posenc.spec import RopeSpec
+
+if TYPE_CHECKING:
+    from hf_posenc.attention.rotating_attention import RotatingAttention
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 # Queries of one inner call that needs a mask, so that none is [length, length].
@@ -28,41 +29,12 @@ _UNGROUPED = nn.Module()
 _ALL = slice(None)
 
 
-class Rotations(Protocol):
-    """The attributes that pieces need of the attention that a model attends by (``RotatingAttention``)."""
-
-    inner: str
-    cache: Any
-    spec: RopeSpec
-    method: StagedMethod | DistanceMethod
-    rotation: Rotation
-    rotated: RotatedKeys
-
-    def cache_layer(self, module: nn.Module) -> Any: ...
-
-    def frequencies(self, stage: int, device: torch.device) -> tuple[torch.Tensor, float]: ...
-
-    def tables(
-        self,
-        forward: StagedForward,
-        stages: tuple[int, ...],
-        start: int,
-        stop: int,
-        device: torch.device,
-        of_queries: bool,
-    ) -> Tables: ...
-
-    def rotation_tables(
-        self, positions: torch.Tensor, to_positions: torch.Tensor, inv_freq: torch.Tensor, factors: torch.Tensor
-    ) -> Tables: ...
-
-
 class Pieces:
     """The calls of the inner attention that make one layer's attention."""
 
     def __init__(
         self,
-        attention: Rotations,
+        attention: RotatingAttention,
         forward: StagedForward,
         module: nn.Module,
         query: torch.Tensor,

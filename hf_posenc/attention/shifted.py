@@ -167,10 +167,8 @@ class LazyMask:
         return torch.as_tensor(seen, device=queries.device).expand(len(rows), queries.shape[-1])
 
 
-def lazy_mask(*positional: Any, **request: Any) -> LazyMask:
+def lazy_mask(**request: Any) -> LazyMask:
     """Return a mask to be made later; the arguments are Transformers' for a mask function, by name."""
-    if positional:
-        raise TypeError("lazy_mask takes keyword arguments only, as Transformers calls mask functions.")
     return LazyMask(request)
 
 

@@ -13,6 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posenc.attention.merging import UNSEEN, Part, merged, stacked_heads
 
+# What scaled_dot_product_attention calls on a CPU; it does not return the logsumexp. None where PyTorch lacks it.
+_NAME = "_scaled_dot_product_flash_attention_for_cpu"
+_FLASH: Any = getattr(torch.ops.aten, _NAME, None)
+_FLASH_BACKWARD: Any = getattr(torch.ops.aten, f"{_NAME}_backward", None)
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -39,6 +44,8 @@ class Tile:
 
 def can_tile(query: torch.Tensor, keys: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether ``attend_in_tiles`` takes these states: on a CPU, of one dtype and one head_dim."""
+    if _FLASH is None:
+        return False
     alike = query.dtype == keys.dtype == value.dtype and value.shape[-1] == query.shape[-1]
     return query.device.type == "cpu" and alike
 
@@ -113,16 +120,6 @@ def _states_of(
     return query[:, :, rows], keys[:, :, columns], value[:, :, columns]
 
 
-def _flash_on_cpu() -> tuple[Any, Any] | None:
-    """Return PyTorch's flash kernel for CPUs and the kernel of its gradients; None where PyTorch lacks them.
-
-    ``scaled_dot_product_attention`` calls the same kernel, but does not return the logsumexp.
-    """
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    kernels = tuple(getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward"))
-    return None if None in kernels else kernels  # type: ignore[return-value]  # two, neither None
-
-
 def _arranged(
     query: torch.Tensor, keys: torch.Tensor, value: torch.Tensor, tile: Tile
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -144,12 +141,9 @@ def _arranged(
 
 def _cpu_kernel(query: torch.Tensor, keys: torch.Tensor, value: torch.Tensor, scaling: float, tile: Tile) -> Part:
     """Attend to the keys of a tile."""
-    shape, flash = query.shape, _flash_on_cpu()
+    shape = query.shape
     query, keys, value, mask = _arranged(query, keys, value, tile)
-    if flash is not None:
-        output, lse = flash[0](query, keys, value, 0.0, tile.is_causal, attn_mask=mask, scale=scaling)
-    else:
-        output, lse = _in_pytorch(query, keys, value, mask, scaling, tile.is_causal)
+    output, lse = _FLASH(query, keys, value, 0.0, tile.is_causal, attn_mask=mask, scale=scaling)
     return output.reshape(shape), lse.reshape(shape[:3])
 
 
@@ -164,61 +158,15 @@ def _cpu_gradients(
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of a tile's queries, keys and values; the last three arguments are of all keys."""
-    shape, kv_heads, flash = query.shape, keys.shape[1], _flash_on_cpu()
+    shape, kv_heads = query.shape, keys.shape[1]
     query, keys, value, mask = _arranged(query, keys, value, tile)
     gradient, output, lse = (stacked_heads(states, query.shape[1]).contiguous() for states in (gradient, output, lse))
-    if flash is not None:
-        found = flash[1](gradient, query, keys, value, output, lse, 0.0, tile.is_causal, attn_mask=mask, scale=scaling)
-    else:
-        found = _gradients_in_pytorch(gradient, query, keys, value, output, lse, mask, scaling, tile.is_causal)
-    of_query, *of_keys = found
+    of_query, *of_keys = _FLASH_BACKWARD(
+        gradient, query, keys, value, output, lse, 0.0, tile.is_causal, attn_mask=mask, scale=scaling
+    )
     # Keys that were repeated for the heads that share them get the sum.
     summed = [each.unflatten(1, (kv_heads, -1)).sum(2) if each.shape[1] > kv_heads else each for each in of_keys]
     return of_query.reshape(shape), summed[0], summed[1]
-
-
-def _scores_of_tile(
-    query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float, is_causal: bool
-) -> torch.Tensor:
-    exact = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(exact) @ keys.to(exact).transpose(2, 3) * scaling
-    if is_causal:
-        return scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), UNSEEN)
-    return scores if mask is None else scores + mask
-
-
-def _in_pytorch(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    is_causal: bool,
-) -> Part:
-    """Do what the flash kernel does, with all scores of the tile."""
-    scores = _scores_of_tile(query, keys, mask, scaling, is_causal)
-    return (scores.softmax(-1) @ value.to(scores.dtype)).to(value.dtype), scores.logsumexp(-1)
-
-
-def _gradients_in_pytorch(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    is_causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what the kernel of the gradients does (FlashAttention-2, algorithm 2), with all scores of the tile."""
-    weights = (_scores_of_tile(query, keys, mask, scaling, is_causal) - lse[..., None]).exp()
-    query, keys, value, gradient, output = (
-        states.to(weights.dtype) for states in (query, keys, value, gradient, output)
-    )
-    of_weights = gradient @ value.transpose(2, 3) - (gradient * output).sum(-1, keepdim=True)
-    of_scores = weights * of_weights * scaling
-    return of_scores @ keys, of_scores.transpose(2, 3) @ query, weights.transpose(2, 3) @ gradient
 
 
 def attend_to_all_before(

@@ -16,7 +16,6 @@ from hf_posenc import patch_model, verify_model
 from hf_posenc.attention import spans as attention_spans
 from hf_posenc.attention import tiles
 from hf_posenc.attention.merging import merged
-from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.spans import Extras, Spans, attend_to_spans, why_not_flex
 from hf_posenc.attention.tiles import attend_to_all_before
 from tiny_models import logits, token_ids
@@ -26,11 +25,9 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 def use_kernel(name: str, monkeypatch: Any) -> None:
-    """Attend by one kernel: tiles, tiles where PyTorch lacks the kernel, PyTorch, FlexAttention's own reference."""
-    if name == "tiles without the flash kernel":
-        monkeypatch.setattr(tiles, "_flash_on_cpu", lambda: None)
-    elif name != "tiles":
-        monkeypatch.setattr(Pieces, "can_tile", lambda self: False)
+    """Attend by one kernel: tiles, PyTorch without its flash kernel for CPUs, FlexAttention's own reference."""
+    if name != "tiles":
+        monkeypatch.setattr(tiles, "_FLASH", None)
     if name == "flex":
 
         def uncompiled(query: Any, keys: Any, value: Any, training: bool, **kwargs: Any) -> Any:
@@ -50,7 +47,7 @@ def output_of_first_layer(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @UNCOMPILED
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["tiles without the flash kernel", "PyTorch", "flex"])
+@pytest.mark.parametrize("name", ["tiles", "PyTorch", "flex"])
 @pytest.mark.parametrize("rule", RULES)
 def test_outputs_are_those_of_the_definition(rule: str, name: str, monkeypatch: Any) -> None:
     use_kernel(name, monkeypatch)
@@ -58,7 +55,7 @@ def test_outputs_are_those_of_the_definition(rule: str, name: str, monkeypatch: 
     torch.testing.assert_close(output_of_first_layer(model, ids), by_hand(model, ids, rule), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["tiles", "tiles without the flash kernel", "PyTorch"])
+@pytest.mark.parametrize("name", ["tiles", "PyTorch"])
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_are_those_of_the_definition(rule: str, name: str, monkeypatch: Any) -> None:
     """FlexAttention has none on a CPU; tests/gpu compares them there."""
