@@ -30,7 +30,6 @@ from hf_posenc.checkpoint.manifest import (
     make_manifest,
     mark_from,
     mark_of,
-    needs_hf_posenc,
     read_manifest,
 )
 from hf_posenc.checkpoint.pretrained import (
@@ -44,13 +43,14 @@ from hf_posenc.checkpoint.pretrained import (
 from hf_posenc.checkpoint.quantised import refuse_unsaveable
 from hf_posenc.encodings.encoding_installation import MODULE, load_parameters, refuse_adapter
 from hf_posenc.errors import InvalidRequestError, MissingFileError
+from hf_posenc.families.discovery import is_adapter
 from hf_posenc.families.family_data import FULL_ATTENTION, family_of
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.api import describe, unextended_config, verify_model
 from hf_posenc.patching.carrying import carry_extension, prepare_libraries
-from hf_posenc.patching.extension import mark_encoding
+from hf_posenc.patching.extension import mark_encoding, rule_is_elsewhere
 from hf_posenc.patching.lengths import MARK
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import as_stored
@@ -133,7 +133,7 @@ def save_checkpoint(
     target = writable_folder(path).absolute()
     rotary = RotaryModel(model)
     base = rotary.model
-    whole = isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config")
+    whole = not is_adapter(model)
     refuse_unsaveable(base, whole=whole)
     if whole:
         _refuse_class(base)
@@ -147,7 +147,7 @@ def save_checkpoint(
             "this model.",
             path,
         )
-    if needs_hf_posenc(manifest):
+    if rule_is_elsewhere(manifest):
         logger.warning(
             "%s: %s is in %s alone; load_extended applies it, Transformers without hf_posenc %s.",
             path,
@@ -161,7 +161,7 @@ def save_checkpoint(
     partial.mkdir(parents=True)
     try:
         with as_stored(base), without_weight_bars():
-            if whole:
+            if whole or model is base:
                 type(base).save_pretrained(base, partial)
             else:
                 model.save_pretrained(str(partial))  # type: ignore[operator]  # PEFT's model; mypy takes it for a tensor
@@ -270,7 +270,7 @@ def _refuse_class(model: PreTrainedModel) -> None:
 def _config_values(rotary: RotaryModel, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the values of the text config on disk that differ from the live one's."""
     mark = mark_from(manifest)
-    if not needs_hf_posenc(manifest):
+    if not rule_is_elsewhere(manifest):
         return mark
     values = {**unextended_config(rotary), **mark}  # by which it is known that there was a manifest
     if is_encoding(manifest):
@@ -370,7 +370,7 @@ def add_to_config(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
 
     What the model's own ``save_pretrained`` writes is extended too.
     """
-    if needs_hf_posenc(manifest):
+    if rule_is_elsewhere(manifest):
         config = RotaryModel(model).text_config.__dict__
         config.pop(MARK, None)  # undone, the model is the base
         config |= {key: value for key, value in manifest["base_config"].items() if key == MARK}

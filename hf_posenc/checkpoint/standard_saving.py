@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.checkpoint.plain_loading import is_plain_loading
+from hf_posenc.families.discovery import is_adapter
 from hf_posenc.patching.carrying import SAVE, carries_extension, save_patched_models_by
 from hf_posenc.utils.import_hooks import when_imported
 
@@ -65,9 +66,7 @@ def _save_carrying(model: PreTrainedModel, save_directory: str | os.PathLike[str
     writes = bound.arguments.get("is_main_process", True)
     if hasattr(model, "should_save_on_this_rank"):  # newer Transformers: of tensor parallel ranks one writes
         writes = model.should_save_on_this_rank(writes)
-    # Transformers' own add_adapter was called: it saves the adapter alone.
-    adapter = bool(getattr(model, "_hf_peft_config_loaded", False))
-    write = functools.partial(_write_beside, model, adapter=adapter)
+    write = functools.partial(_write_beside, model, adapter=is_adapter(model))
     with _before_upload(model, write):
         result = save(*bound.args, **bound.kwargs)
     if writes:

@@ -84,6 +84,8 @@ def _with_adapter(folder: ExportFolder, serve: str) -> list[str]:
     What vLLM does not run of PEFT is in vllm/lora/peft_helper.py.
     """
     settings = read_json(Path(str(folder.adapter)) / ADAPTER_CONFIG)
+    if (kind := settings.get("peft_type", "LORA")) != "LORA":
+        refuse_adapter(folder, f"vLLM runs LoRA adapters only, and this one is of PEFT's type {kind}")
     rank = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
     allowed = next((one for one in _LORA_RANKS if one >= rank), None)
     refused = {

@@ -38,6 +38,15 @@ def unwrap(model: Any) -> PreTrainedModel:
     return inner
 
 
+def is_adapter(model: Any) -> bool:
+    """Return whether what is saved of a model is an adapter: of PEFT's wrapper, or after Transformers' add_adapter."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return bool(getattr(model, "_hf_peft_config_loaded", False))
+    return hasattr(model, "peft_config")
+
+
 def refuse_family(config: PreTrainedConfig) -> None:
     """Raise if scaling the rotary embedding of this family cannot work, or does nothing for long texts.
 

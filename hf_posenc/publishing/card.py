@@ -8,27 +8,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 
-from hf_posenc.checkpoint.manifest import needs_hf_posenc, read_manifest
+from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.checkpoint.pretrained import auto_class_of
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import rule_name, training_words
 from hf_posenc.exports.folder import command, read_folder
 from hf_posenc.exports.stacks import STACKS, command_for
+from hf_posenc.families.discovery import is_adapter
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.registry import get_method, method_names, named_options
 from hf_posenc.patching.api import describe, verify_model
+from hf_posenc.patching.extension import rule_is_elsewhere
 from hf_posenc.patching.verification import extension_words
 from hf_posenc.publishing.provenance import BaseModel, find_base_model
 from hf_posenc.publishing.trained_run import TrainedRun, changed_words
 from hf_posenc.reporting.comparable import Table, make_tables, sort_tables
 from hf_posenc.reporting.perplexity_panels import perplexity_curve
+
+if TYPE_CHECKING:
+    from hf_posenc.publishing.repository import Repository
 
 logger = logging.getLogger(__name__)
 
@@ -147,32 +152,6 @@ def _is_of(
     )
 
 
-def _facts_of(
-    model: nn.Module,
-    manifest: Mapping[str, Any],
-    *,
-    repo_id: str | None = None,
-    revision: str | None = None,
-    records: Sequence[Record] = (),
-    run: TrainedRun | None = None,
-) -> CardFacts:
-    """Return the facts that a card needs of a model, PEFT-wrapped or not, that was saved with a manifest."""
-    rotary = RotaryModel(model)
-    return CardFacts(
-        describe(rotary),
-        verify_model(rotary).found,
-        find_base_model(str(manifest["base_model"] or "")),
-        auto_class_of(rotary.model),
-        is_adapter=hasattr(model, "peft_config"),
-        repo_id=repo_id,
-        revision=revision,
-        tokens_trained=manifest["tokens_trained"],
-        fitted_on=manifest.get("fitted_on"),
-        records=records,
-        run=run,
-    )
-
-
 def is_own_card(file: Path) -> bool:
     """Return whether there is a model card that hf_posenc wrote, and nobody said that it is theirs since."""
     return file.is_file() and _OURS in file.read_text(encoding="utf-8", errors="replace")
@@ -183,8 +162,7 @@ def write_card(
     folder: Path,
     target: Path,
     *,
-    repo_id: str | None = None,
-    revision: str | None = None,
+    repository: Repository | None = None,
     records: Sequence[Record] = (),
     run: TrainedRun | None = None,
 ) -> None:
@@ -196,7 +174,7 @@ def write_card(
         model: What was saved.
         folder: Holds the checkpoint and its manifest.
         target: Where the folder's files go to.
-        repo_id, revision: The repository on the Hub that the model is pushed to, and its branch; None for nowhere.
+        repository: Where on the Hub the model is pushed to; None for nowhere.
         records: Perplexities of the model and of what it is compared with.
         run: The fine-tuning run that ended with this model; None if there is none.
     """
@@ -206,7 +184,20 @@ def write_card(
         return
     manifest = read_manifest(folder)
     assert manifest is not None  # it was saved
-    facts = _facts_of(model, manifest, repo_id=repo_id, revision=revision, records=records, run=run)
+    rotary = RotaryModel(model)
+    facts = CardFacts(
+        describe(rotary),
+        verify_model(rotary).found,
+        find_base_model(str(manifest["base_model"] or "")),
+        auto_class_of(rotary.model),
+        is_adapter=is_adapter(model),
+        repo_id=None if repository is None else repository.repo_id,
+        revision=None if repository is None else repository.revision,
+        tokens_trained=manifest["tokens_trained"],
+        fitted_on=manifest.get("fitted_on"),
+        records=records,
+        run=run,
+    )
     tables = _tables(facts)
     for table in tables:
         (folder / _picture(table)).write_bytes(perplexity_curve(table))
@@ -238,7 +229,7 @@ def model_card(facts: CardFacts, folder: Path, tables: Sequence[Table]) -> str:
         trained=_what_was_trained(facts),
         needs_hf_posenc=_without_hf_posenc(facts),
         is_whole_in_config=_is_whole_in_config(facts),
-        needs_manifest=needs_hf_posenc(dict(facts.description)),
+        needs_manifest=rule_is_elsewhere(facts.description),
         is_encoding=facts.method in method_names("is_encoding"),
         place=_place(facts),
         source=_source(facts),
@@ -386,7 +377,7 @@ def _without_hf_posenc(facts: CardFacts) -> str | None:
         return None
     if facts.method in method_names("is_encoding"):
         return "Transformers alone fails, and no server runs it."
-    if needs_hf_posenc(dict(facts.description)):
+    if rule_is_elsewhere(facts.description):
         return (
             "Transformers, accelerate and servers alone build the model without its extension, and do not say so. "
             f"`hf_posenc.verify_model(model, {_source(facts)})` says whether a loaded model has it."
@@ -395,8 +386,7 @@ def _without_hf_posenc(facts: CardFacts) -> str | None:
 
 
 def _is_whole_in_config(facts: CardFacts) -> bool:
-    description = dict(facts.description)
-    return not needs_hf_posenc(description) and description["options"].get("temperature") != "logits"
+    return not rule_is_elsewhere(facts.description) and facts.description["options"].get("temperature") != "logits"
 
 
 def _servers(facts: CardFacts, folder: Path, here: Path) -> list[dict[str, str | None]]:

@@ -91,14 +91,7 @@ def save_extended(
         if isinstance(card, str):
             (folder / CARD).write_text(card, encoding="utf-8")
         elif card or (card is None and (repository is not None or records or is_own_card(target / CARD))):
-            write_card(
-                model,
-                folder,
-                target,
-                repo_id=None if repository is None else repository.repo_id,
-                revision=None if repository is None else repository.revision,
-                records=records,
-            )
+            write_card(model, folder, target, repository=repository, records=records)
         written.extend(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
 
     folder = save_checkpoint(

@@ -445,14 +445,7 @@ class Run:
                 self.tokenizer,
                 tokens_trained=self.tokens_trained,
                 base_model=plan.base_model,
-                finish=lambda written: write_card(
-                    self.model,
-                    written,
-                    stage.saved_to,
-                    repo_id=None if hub is None else hub.repo_id,
-                    revision=None if hub is None else hub.revision,
-                    run=run,
-                ),
+                finish=lambda written: write_card(self.model, written, stage.saved_to, repository=hub, run=run),
             )
 
     def _ask(self) -> list[RetrievalRecord]:
