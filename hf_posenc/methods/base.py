@@ -20,8 +20,8 @@ import torch
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.explained import InPlaceOfRope
-from hf_posenc.methods.options import one_of, option, tokens
-from hf_posenc.settings import check_settings, flag
+from hf_posenc.methods.options import option, tokens
+from hf_posenc.settings import check_settings, flag, word
 from hf_posenc.spec import RopeSpec, check_number
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ class StagedMethod(AttentionMethod):
         None, tokens, "tokens of the first stage past the original length; default: a quarter of that length"
     )
     growth: str = option(
-        "linear", one_of("linear", "geometric"), "linear: stages of one length; geometric: each longer by one ratio"
+        "linear", word("linear", "geometric"), "linear: stages of one length; geometric: each longer by one ratio"
     )
 
     @abc.abstractmethod

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Frequencies, StagedMethod, StaticMethod, geometric_frequencies
 from hf_posenc.methods.ntk import Ntk
-from hf_posenc.methods.options import one_of, option
+from hf_posenc.methods.options import option
 from hf_posenc.methods.registry import register_method
+from hf_posenc.settings import word
 from hf_posenc.spec import RopeSpec
 
 
@@ -37,7 +38,7 @@ class DynamicNtk(StagedMethod):
 
     scope: str = option(
         "query",
-        one_of("query", "sequence"),
+        word("query", "sequence"),
         "query: a scale for each query by its position; sequence: Transformers' rule, one scale for a whole forward",
     )
 

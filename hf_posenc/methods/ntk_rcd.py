@@ -10,10 +10,10 @@ import torch
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Frequencies, StaticMethod, plain_frequencies, plain_rope_parameters
-from hf_posenc.methods.options import one_of, option, pair
+from hf_posenc.methods.options import option, pair
 from hf_posenc.methods.registry import register_method
 from hf_posenc.methods.yarn import pair_of_rotations
-from hf_posenc.settings import number
+from hf_posenc.settings import number, word
 from hf_posenc.spec import RopeSpec
 
 
@@ -83,7 +83,7 @@ class NtkRcd(StaticMethod):
     scale: float | None = scale_option()
     beyond_critical: str = option(
         "rising",
-        one_of("rising", "constant"),
+        word("rising", "constant"),
         "the divisors after the critical pair: rising, as by a larger base; constant, the scale",
     )
 

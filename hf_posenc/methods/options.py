@@ -11,6 +11,7 @@ from hf_posenc.settings import Check, number
 from hf_posenc.spec import check_length, check_number
 
 positive = number(above=0)
+tokens = check_length  # a whole number of tokens, or of anything else, of at least 1
 
 
 def option(default: Any, check: Check, help: str, *, in_names: bool = True) -> Any:
@@ -25,19 +26,6 @@ def option(default: Any, check: Check, help: str, *, in_names: bool = True) -> A
     return dataclasses.field(default=default, metadata={"check": check, "help": help, "in_names": in_names})
 
 
-def share(name: str, value: Any) -> float:
-    """A number above 0 and up to 1."""
-    checked = check_number(name, value, above=0)
-    if checked > 1:
-        raise InvalidRequestError(f"{name} must be at most 1, got {checked:g}.")
-    return checked
-
-
-def tokens(name: str, value: Any) -> int:
-    """A whole number of tokens, or of anything else, of at least 1."""
-    return check_length(name, value)
-
-
 def pair(name: str, value: Any) -> int:
     """The index of a pair of features after the fastest one, which is pair 0."""
     hint = "It is the index of a pair of features; pair 0, the fastest, is always kept."
@@ -45,17 +33,6 @@ def pair(name: str, value: Any) -> int:
     if checked != int(checked):
         raise InvalidRequestError(f"{name} must be a whole number, the index of a pair of features, got {value!r}.")
     return int(checked)
-
-
-def one_of(*allowed: str) -> Check:
-    """One of some words."""
-
-    def check(name: str, value: Any) -> Any:
-        if value not in allowed:
-            raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
-        return value
-
-    return check
 
 
 def divisors(name: str, values: Any) -> tuple[float, ...]:

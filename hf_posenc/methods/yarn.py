@@ -13,9 +13,9 @@ import torch
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Frequencies, Method, RotatedPart, StaticMethod, plain_frequencies
 from hf_posenc.methods.ntk_by_parts import BlendInTurns, beta_fast_option, beta_slow_option, by_parts_frequencies
-from hf_posenc.methods.options import one_of, option, positive
+from hf_posenc.methods.options import option, positive
 from hf_posenc.methods.registry import register_method
-from hf_posenc.settings import flag
+from hf_posenc.settings import flag, word
 from hf_posenc.spec import RopeSpec
 
 
@@ -25,7 +25,7 @@ class YarnOptions(BlendInTurns, Method):
 
     ramp: str = option(
         "code",
-        one_of("code", "paper", "harmonic"),
+        word("code", "paper", "harmonic"),
         "the blend of kept and divided pairs: code, linear in the pair's index; paper, linear in rotations; harmonic, "
         "PoSE's, which blends wavelengths",
     )
@@ -69,7 +69,7 @@ class Yarn(YarnOptions, StaticMethod):
 
     temperature: str = option(
         "rotary",
-        one_of("rotary", "logits"),
+        word("rotary", "logits"),
         "what attention_factor reaches where only part of a head is rotated: rotary, that part, as published; logits, "
         "whole logits",
     )

@@ -156,8 +156,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "switch": (patch("dca", 4, log_n="yes"), InvalidTypeError, "log_n must be True or False, got 'yes'."),
     "choice": (
         patch("dynamic_yarn", 4, growth="fast"),
-        InvalidRequestError,
-        "growth must be one of linear, geometric, got 'fast'.",
+        UnknownNameError,
+        "unknown growth 'fast'. Known: linear, geometric.",
     ),
     "window": (patch("rerope", 4, window=0), InvalidRequestError, "window must be >= 1, got 0."),
     "two options": (

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import Encoding, ModelSizes
+from hf_posenc.methods.base import Encoding, ModelSizes, plain_frequencies
 from hf_posenc.methods.encodings.modules import RotatesPairs
 from hf_posenc.methods.explained import ModelShape, PositionMap
-from hf_posenc.methods.options import one_of, option, positive, share
+from hf_posenc.methods.options import option, positive
 from hf_posenc.methods.registry import register_method
-from hf_posenc.settings import flag
+from hf_posenc.settings import flag, share, word
 from hf_posenc.spec import RopeSpec
 
 # Scores of equal vectors: the values of the first and the last colour of their maps.
@@ -103,7 +103,7 @@ class RopeOptions(Encoding):
 
     rope_theta: float | None = option(None, positive, "the base; default: the model's own")
     interleaved: bool = option(False, flag, "pairs are neighbouring features, not halves apart")
-    computation: str = option("real", one_of("real", "complex"), "real or complex numbers")
+    computation: str = option("real", word("real", "complex"), "real or complex numbers")
     partial_rotary_factor: float | None = option(
         None, share, "the share of a head that is rotated, up to 1; default: the model's own"
     )
@@ -138,7 +138,7 @@ class RopeRotation(RotatesPairs):
         self.width = rotary.rotary_dim
         self.interleaved = options.interleaved
         self.rotation = rotate_complex if options.computation == "complex" else rotate_real
-        self.inv_freq = rotary.rope_theta ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
+        self.inv_freq = plain_frequencies(rotary)
 
     def rotate(
         self, states: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None = None

@@ -259,8 +259,8 @@ class TestRefusals:
         ("options", "error", "message"),
         [
             ({"stage": 0}, ValueError, "stage must be >= 1"),
-            ({"growth": "cubic"}, ValueError, "growth must be one of linear, geometric, got 'cubic'"),
-            ({"scope": "batch"}, ValueError, "scope must be one of query, sequence, got 'batch'"),
+            ({"growth": "cubic"}, ValueError, "unknown growth 'cubic'. Known: linear, geometric"),
+            ({"scope": "batch"}, ValueError, "unknown scope 'batch'. Known: query, sequence"),
             ({"beta_fast": 16}, TypeError, "method 'dynamic' takes no option 'beta_fast'"),
         ],
     )

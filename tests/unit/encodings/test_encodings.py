@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +27,11 @@ from encodings_by_hand import plain_score, rotated_score, sinusoid, slope, witho
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.cli.main import main
 from hf_posenc.encodings.encoding_attention import EncodingAttention
+from hf_posenc.methods.base import ModelSizes
 from hf_posenc.methods.encodings.alibi import AlibiBias
+from hf_posenc.methods.encodings.rope import Rope, RopeRotation
+from hf_posenc.methods.registry import make_method
+from hf_posenc.spec import RopeSpec
 from tiny_models import assert_same_state, logits, make_model, recompute_activations, state, token_ids
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Phi3", "GPTNeoX", "SmolLM3", "Olmo2")
@@ -318,8 +322,8 @@ def test_alibi_in_bfloat16_keeps_its_slopes() -> None:
         ("alibi", {"max_distance": 3}, r"takes no option 'max_distance' \(relative_bias, t5_bias do\)"),
         ("t5_bias", {"num_buckets": 8, "max_distance": 4}, "max_distance must be greater than the 4 distances"),
         ("rope", {"partial_rotary_factor": 0.1}, "1 of 16 features of a head would be rotated"),
-        ("rope", {"partial_rotary_factor": 1.5}, "at most 1"),
-        ("rope", {"computation": "quaternion"}, "computation must be one of real, complex"),
+        ("rope", {"partial_rotary_factor": 1.5}, "a share between 0 and 1"),
+        ("rope", {"computation": "quaternion"}, "unknown computation 'quaternion'. Known: real, complex"),
         ("xpos", {"scale_base": 0}, "scale_base must be greater than 0"),
     ],
 )
@@ -356,3 +360,11 @@ def test_flex_attention_takes_no_bias() -> None:
     model = make_model("Llama", attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="'flex_attention'"):
         patch_model(model, "alibi")
+
+
+def test_pairs_that_never_rotated_do_not_begin_to() -> None:
+    sizes = ModelSizes(RopeSpec(16, 1e4, 64, 3), 256, 32, 2, 16, 0.02)
+    rotation = RopeRotation(sizes, cast(Rope, make_method("rope", 4.0)))
+    states = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
+    moved = (rotation.rotate(states, torch.arange(8)[None]) != states).any(dim=(0, 1, 2))
+    assert moved.tolist() == [True] * 5 + [False] * 3 + [True] * 5 + [False] * 3

@@ -21,7 +21,7 @@ ALLOWED = {
     "training/recipes.py": "the methods of the papers' recipes",
     "cli/demo.py": "the methods that the demo shows",
     "reporting/looks.py": "the colours of methods in charts",
-    "doctor/rope_types.py": "the rules of Transformers, by rope_type",
+    "doctor/transformers_readers.py": "the rules of Transformers, by rope_type",
 }
 
 

@@ -58,10 +58,10 @@ def test_unknown_method_suggests_the_nearest() -> None:
         ("longrope", 4, {"long_factor": [1, float("inf")]}, ValueError, r"long_factor\[1\] must be a finite number"),
         ("yarn", 4, {"attention_factor": -1}, ValueError, "attention_factor must be greater than 0, got -1"),
         ("yarn", 4, {"truncate": "no"}, TypeError, "truncate must be True or False"),
-        ("yarn", 4, {"ramp": "cubic"}, ValueError, "ramp must be one of code, paper, harmonic, got 'cubic'"),
+        ("yarn", 4, {"ramp": "cubic"}, ValueError, "unknown ramp 'cubic'. Known: code, paper, harmonic"),
         ("longrope", 4, {"long_factor": "1,2"}, TypeError, "long_factor must be a list of numbers"),
         ("longrope", 4, {"long_factor": [1, 0]}, ValueError, r"long_factor\[1\] must be greater than 0"),
-        ("dynamic", 4, {"scope": "token"}, ValueError, "scope must be one of query, sequence, got 'token'"),
+        ("dynamic", 4, {"scope": "token"}, ValueError, "unknown scope 'token'. Known: query, sequence"),
     ],
 )
 def test_bad_requests_say_what_came_and_what_is_allowed(

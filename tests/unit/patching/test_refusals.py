@@ -53,7 +53,11 @@ def test_an_assigned_rope_theta_is_explained() -> None:  # row 19
         ({"factor": 4, "on_scaled": "maybe"}, ValueError, "on_scaled must be 'refuse' or 'replace'"),
         ({"factor": 4, "attn_factor": 1.0}, TypeError, "takes no option 'attn_factor'"),
         ({"factor": 4, "method": "ntk2"}, ValueError, "Did you mean 'ntk'"),
-        ({"factor": 4, "method": "dynamic", "scope": "batch"}, ValueError, "scope must be one of query, sequence"),
+        (
+            {"factor": 4, "method": "dynamic", "scope": "batch"},
+            ValueError,
+            "unknown scope 'batch'. Known: query, sequence",
+        ),
     ],
 )
 def test_bad_input_changes_nothing(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
