@@ -253,3 +253,9 @@ def add_flags(names: Iterable[str]) -> None:
     flags = _flags.get()
     if flags is not None:
         flags.update(names)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

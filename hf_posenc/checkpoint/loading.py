@@ -35,7 +35,7 @@ from hf_posenc.checkpoint.pretrained import (
     refuse_without_tokens,
 )
 from hf_posenc.checkpoint.quantised import in_4bit
-from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError
+from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError, first_line
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.extension import mark_on, rule_is_elsewhere
 from hf_posenc.patching.lengths import MARK
@@ -112,7 +112,7 @@ def load_model(
         tokenizer = load_tokenizer(tokenizer_source(source), model)
     except OSError as error:
         raise InvalidRequestError(
-            f"cannot load {str(name_or_path)!r}: {str(error).strip().splitlines()[0]} "
+            f"cannot load {str(name_or_path)!r}: {first_line(error)} "
             "Give a name on the Hugging Face Hub, a folder with config.json and *.safetensors, or a .gguf file."
         ) from error
     except ImportError as error:  # Transformers' own, for FlashAttention and quantised models, name what is missing
@@ -165,10 +165,9 @@ def to_device(device: str | torch.device | None) -> torch.device:
         torch.empty(1, device=resolved)
     # AssertionError: PyTorch without that backend. ImportError: a backend that is a package of its own.
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = (str(error).splitlines() or ["no reason given"])[0]
         there = "auto, cpu, cuda" if torch.cuda.is_available() else "auto, cpu (PyTorch sees no GPU)"
         raise InvalidRequestError(
-            f"device {str(device)!r} cannot be used here. Allowed: {there}. ({reason})"
+            f"device {str(device)!r} cannot be used here. Allowed: {there}. ({first_line(error)})"
         ) from error
     return resolved
 
@@ -198,7 +197,7 @@ def read_config(source: str | Path) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(path if path.exists() else str(source))
     except OSError as error:
         raise InvalidRequestError(
-            f"cannot read the config of {str(source)!r}: {str(error).strip().splitlines()[0]} "
+            f"cannot read the config of {str(source)!r}: {first_line(error)} "
             "Give a name on the Hugging Face Hub, a folder with config.json, or a .gguf file."
         ) from error
     return config
@@ -217,7 +216,7 @@ def read_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         return load_tokenizer(tokenizer_source(str(path if path.exists() else name_or_path)))
     except OSError as error:
         raise InvalidRequestError(
-            f"the tokenizer of {str(name_or_path)!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
+            f"the tokenizer of {str(name_or_path)!r} cannot be loaded: {first_line(error)}"
         ) from error
 
 

@@ -20,11 +20,11 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import MANIFEST as MANIFEST
 from hf_posenc.methods.base import Extension
-from hf_posenc.methods.registry import get_method, make_method
+from hf_posenc.methods.registry import get_method
 from hf_posenc.patching.api import describe as describe_loaded
 from hf_posenc.patching.api import extension_of, patch_as_described, unextended_config
 from hf_posenc.patching.api import verify_model as verify_loaded
-from hf_posenc.patching.extension import describe_config, mark_on
+from hf_posenc.patching.extension import describe_config, mark_on, rule_is_elsewhere
 from hf_posenc.patching.lengths import MARK
 from hf_posenc.patching.verification import Verification, check_described
 from hf_posenc.utils.files import read_json
@@ -272,7 +272,7 @@ def extension_in(rotary: RotaryModel, manifest: dict[str, Any]) -> tuple[dict[st
     expected = {key: manifest[key] for key in Extension.FACTS}
     if extension is not None:
         held["rope_theta"], expected["rope_theta"] = extension.spec.rope_theta, manifest["rope_theta"]
-    if extension is not None and needs_hf_posenc(manifest):  # for any other, config.json has the window
+    if extension is not None and rule_is_elsewhere(manifest):  # for any other, config.json has the window
         held["sliding_window"], expected["sliding_window"] = (
             extension.sliding_window,
             manifest.get("sliding_window", KEEP),
@@ -302,11 +302,6 @@ def apply_manifest(model: nn.Module, manifest: dict[str, Any]) -> None:
     patch_as_described(model, manifest, manifest.get("sliding_window", KEEP))
     for config in RotaryModel(model).text_configs:  # the model's own name is that of the extended one
         getattr(config, MARK)["base_model"] = manifest["base_model"]
-
-
-def needs_hf_posenc(manifest: dict[str, Any]) -> bool:
-    """Return whether a manifest's rule is one that no config can say, so that ``config.json`` stays the base's."""
-    return make_method(manifest["method"], manifest["factor"], manifest["options"]).needs_hf_posenc
 
 
 def is_encoding(manifest: Mapping[str, Any]) -> bool:

@@ -19,7 +19,6 @@ from hf_posenc.checkpoint.manifest import (
     MANIFEST,
     is_encoding,
     mark_from,
-    needs_hf_posenc,
     read_manifest,
 )
 from hf_posenc.checkpoint.pretrained import check_hub, check_may_read, folder_with, is_gguf
@@ -43,6 +42,7 @@ from hf_posenc.doctor.transformers_readers import VERSIONS, Refused, read_by, ro
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Extension
+from hf_posenc.patching.extension import rule_is_elsewhere
 from hf_posenc.patching.lengths import MARK
 from hf_posenc.utils.files import read_json, write_whole
 from hf_posenc.utils.hub import is_path
@@ -144,7 +144,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
         facts = (*manifest_lines(manifest), ("trained on", f"{manifest['context_length']} tokens"))
         wrong = (*check_mark(config, manifest), *check_tokenizer_limit(_tokenizer_limit(file), manifest))
         return Diagnosis(name, str(config.get("model_type")), facts, wrong, config, known, file)
-    if file is not None and manifest is not None and needs_hf_posenc(manifest):
+    if file is not None and manifest is not None and rule_is_elsewhere(manifest):
         return _of_attention_rule(name, config, known, file, manifest)
     if manifest is not None and MARK not in text_part(config)[1]:
         marked = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}

@@ -17,16 +17,23 @@ from transformers import (
 )
 
 from hf_posenc.attention.inner import inner_name
-from hf_posenc.checkpoint.manifest import needs_hf_posenc as manifest_alone_has
 from hf_posenc.checkpoint.manifest import read_manifest, verify_model
 from hf_posenc.checkpoint.plain_loading import plain_loading
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
 from hf_posenc.doctor.config_checks import Finding
 from hf_posenc.doctor.transformers_readers import Rope
-from hf_posenc.errors import ExtensionMissingError, InvalidRequestError, RotaryMismatchError, UnsupportedModelError
+from hf_posenc.errors import (
+    ExtensionMissingError,
+    InvalidRequestError,
+    RotaryMismatchError,
+    UnsupportedModelError,
+    first_line,
+)
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.methods.base import Unscaled
 from hf_posenc.methods.registry import method_of_rope_type, read_method
-from hf_posenc.patching.api import describe, is_patched, needs_hf_posenc
+from hf_posenc.patching.api import describe, is_patched
+from hf_posenc.patching.extension import rule_is_elsewhere
 from hf_posenc.patching.verification import check_rotary, live_attention_factor
 from hf_posenc.spec import RopeSpec
 
@@ -48,8 +55,9 @@ def load_live(source: str | Path) -> PreTrainedModel:
             return _load(path, str(path if path.exists() else source))
     except (OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         # A missing file, or a config that no model can be built from: this is what anyone meets who loads it.
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise InvalidRequestError(f"{str(source)!r} cannot be loaded to look at it live: {reason}") from error
+        raise InvalidRequestError(
+            f"{str(source)!r} cannot be loaded to look at it live: {first_line(error)}"
+        ) from error
 
 
 def _load(path: Path, where: str) -> PreTrainedModel:
@@ -70,7 +78,7 @@ def held_by_modules(rotary: RotaryModel) -> list[str]:
     in_attention, extension = "", rotary.extension
     if extension is not None and extension.method.is_encoding:
         in_attention = f"; {extension.method.name} takes the place of RoPE"
-    elif needs_hf_posenc(rotary):
+    elif extension is not None and extension.method.needs_hf_posenc:
         inner = inner_name(str(rotary.model.config._attn_implementation))
         in_attention = f"; the attention rotates queries and keys further as the rule says, and then calls {inner}"
     words = []
@@ -95,7 +103,7 @@ def against_meaning(rotary: RotaryModel, rope: Rope | None) -> list[Finding]:
         held = module.get_buffer(f"{rotary.prefix}inv_freq")
         spec = RopeSpec(2 * held.numel(), rope.rope_theta, rope.original or length)
         plain = rope.rope_type == "default"
-        method = None if plain else read_method(rope.rope_type, rope.factor, dict(rope.options))
+        method = Unscaled() if plain else read_method(rope.rope_type, rope.factor, dict(rope.options))
         try:
             check_rotary(rotary, name, spec, method)
         except RotaryMismatchError as error:
@@ -134,7 +142,7 @@ def look_at_modules(rotary: RotaryModel) -> tuple[dict[str, Any], str, list[Find
         why = "Its settings cannot be read."
         findings.append(Finding("not-compared", "error", str(error).rstrip("."), why, _RELOAD, False))
         return declared, "not compared", findings
-    if needs_hf_posenc(rotary):
+    if rotary.extension is not None and rotary.extension.method.needs_hf_posenc:
         return declared, "the rule, in every attention layer; saved, it is in the manifest alone", findings
     return declared, "what the config says, compared with the closed form", findings
 
@@ -146,7 +154,7 @@ def _checkpoint_of(rotary: RotaryModel) -> Path | None:
     if not name or not source.is_dir() or is_patched(rotary):
         return None
     manifest = read_manifest(source)
-    return source if manifest is not None and manifest_alone_has(manifest) else None
+    return source if manifest is not None and rule_is_elsewhere(manifest) else None
 
 
 def _check_modules(rotary: RotaryModel) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, row_chunks, token_losses
 from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predict_memory, shape_of
 from hf_posenc.evaluation.windows import Window
-from hf_posenc.patching.api import patched_extension
+from hf_posenc.families.rotary_model import RotaryModel
 
 Advance = Callable[[int], object]  # called with the tokens fed since the last call
 _TOKENS_AT_ONCE_CPU, _TOKENS_AT_ONCE = 1024, 8192  # of windows in one batch
@@ -91,7 +91,7 @@ def memory_need(
 
     Windows of different calls are never fed together. Without any, it is the model alone.
     """
-    shape, extension = shape_of(model), patched_extension(model)
+    shape, extension = shape_of(model), RotaryModel.of(model).extension
     needs = [
         predict_memory(
             shape,

@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.inner import inner_name
-from hf_posenc.patching.extension import facts_of_rule
+from hf_posenc.patching.extension import describe_rule
 from hf_posenc.utils.dtypes import dtype_name, dtype_of_checkpoint
 from hf_posenc.version import __version__
 
@@ -31,7 +31,7 @@ def model_facts(
     from hf_posenc.patching.api import rule_of
 
     rule = rule_of(model)
-    description = facts_of_rule(rule, model.config.get_text_config(decoder=True))
+    description = describe_rule(rule, model.config.get_text_config(decoder=True))
     shared = ("method", "factor", "options", "original_max_position_embeddings")
     trained_with = ("rotary_dim", "rope_theta", "unrotated_pairs")
     return {

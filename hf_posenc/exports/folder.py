@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,10 @@ from hf_posenc.checkpoint.manifest import (
     SCALED_BASE,
     base_of_adapter,
     is_saved_by_us,
-    needs_hf_posenc,
     read_manifest,
 )
 from hf_posenc.checkpoint.pretrained import folder_with
 from hf_posenc.errors import InvalidRequestError, MissingFileError
-from hf_posenc.evaluation.records import read_records
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method
 from hf_posenc.methods.yarn import Yarn
@@ -54,11 +53,6 @@ class ExportFolder:
     results: Path
     overrides: dict[str, Any] = field(default_factory=dict)
     adapter: str | None = None
-
-    @property
-    def needs_hf_posenc(self) -> bool:
-        """Whether the rule is one that no config can say."""
-        return needs_hf_posenc(self.manifest)
 
     @property
     def model_type(self) -> str:
@@ -253,18 +247,20 @@ def notes_for_servers(folder: ExportFolder) -> list[str]:
 
 def _cost_of_short_texts(folder: ExportFolder) -> str:
     """Return the cost of a rule below the original length, from the records that ``fit`` or ``finetune`` left."""
+    lines = folder.results.read_text(encoding="utf-8").splitlines() if folder.results.is_file() else []
     try:
-        records = read_records(folder.results)
+        records = [json.loads(line) for line in lines if line.strip()]
     except ValueError:
         return f"what that costs is not known, as {RESULTS} is damaged"
     rule = {key: folder.manifest[key] for key in ("method", "factor", "options", "tokens_trained")}
     rows = {"own": rule, "unextended": {"method": "none", "tokens_trained": 0}}
+    same = ("context_length", "protocol", "text_hash", "n_tokens")
     perplexities: dict[tuple[Any, ...], dict[str, float]] = {}
     for record in records:
-        read = (record.context_length, record.protocol, record.text_hash, record.n_tokens)
-        for name, row in rows.items():
-            if row.items() <= vars(record).items():
-                perplexities.setdefault(read, {})[name] = record.perplexity
+        if isinstance(record, dict) and record.keys() >= {*same, "perplexity"}:  # not one of retrieval, or another's
+            for name, row in rows.items():
+                if row.items() <= record.items():
+                    perplexities.setdefault(tuple(record[key] for key in same), {})[name] = record["perplexity"]
     pairs = {
         key[0]: found["own"] / found["unextended"] - 1
         for key, found in perplexities.items()

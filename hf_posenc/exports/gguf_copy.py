@@ -31,6 +31,33 @@ _TYPES = {int: (4, "<I"), float: (6, "<f"), str: (8, "")}
 _F32 = 0
 
 
+def gguf_metadata(path: str | Path) -> dict[str, Any]:
+    """Return the metadata of a GGUF file that make llama.cpp run the rule of a folder of ``save_extended``.
+
+    Where llama.cpp has no keys for a rule, or does not read them from a file, its tensors are returned by
+    ``gguf_tensors``. Metadata has floats in 32 bits.
+
+    Returns:
+        ``{arch}.context_length`` and ``{arch}.rope.scaling.original_context_length`` in tokens (int),
+        ``{arch}.rope.scaling.type`` (str), the others float.
+
+    Raises:
+        FileNotFoundError: There is no manifest, or no config.json.
+        ValueError: llama.cpp cannot express the rule, or its reading of the family was not checked.
+    """
+    return metadata_of(checked_for(STACKS["llama.cpp"], read_folder(path))[0])
+
+
+def gguf_tensors(path: str | Path) -> dict[str, list[float]]:
+    """Return the divisors per pair that the GGUF file needs as float32 tensors; empty if metadata say the rule.
+
+    ``rope_freqs.weight`` is plain / scaled frequency of each pair, for every rule that metadata cannot say; longrope
+    with two lists is two tensors, of which llama.cpp takes one by the length that a server is started with. Errors are
+    those of ``gguf_metadata``.
+    """
+    return tensors_of(checked_for(STACKS["llama.cpp"], read_folder(path))[0])
+
+
 def export_gguf(
     path: str | Path, output: str | Path, *, base: str | Path | None = None, as_method: str | None = None
 ) -> str:

@@ -11,16 +11,7 @@ import torch
 
 from hf_posenc.checkpoint.manifest import CONFIG
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.exports.folder import (
-    PLAIN,
-    ExportFolder,
-    check_rule,
-    command,
-    has_two_lists,
-    read_folder,
-    refuse_adapter,
-)
-from hf_posenc.exports.nearest import refuse_attention_rule
+from hf_posenc.exports.folder import PLAIN, ExportFolder, command, has_two_lists
 from hf_posenc.methods.base import plain_frequencies
 from hf_posenc.methods.yarn import Yarn
 
@@ -39,35 +30,8 @@ _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _CONVERTER_ORIGINAL = 8192
 
 
-def gguf_metadata(path: str | Path) -> dict[str, Any]:
-    """Return the metadata of a GGUF file that make llama.cpp run the rule of a folder of ``save_extended``.
-
-    Where llama.cpp has no keys for a rule, or does not read them from a file, its tensors are returned by
-    ``gguf_tensors``. Metadata has floats in 32 bits.
-
-    Returns:
-        ``{arch}.context_length`` and ``{arch}.rope.scaling.original_context_length`` in tokens (int),
-        ``{arch}.rope.scaling.type`` (str), the others float.
-
-    Raises:
-        FileNotFoundError: There is no manifest, or no config.json.
-        ValueError: llama.cpp cannot express the rule, or its reading of the family was not checked.
-    """
-    return metadata_of(read_folder(path))
-
-
-def gguf_tensors(path: str | Path) -> dict[str, list[float]]:
-    """Return the divisors per pair that the GGUF file needs as float32 tensors; empty if metadata say the rule.
-
-    ``rope_freqs.weight`` is plain / scaled frequency of each pair, for every rule that metadata cannot say; longrope
-    with two lists is two tensors, of which llama.cpp takes one by the length that a server is started with. Errors are
-    those of ``gguf_metadata``.
-    """
-    return tensors_of(read_folder(path))
-
-
 def metadata_of(folder: ExportFolder) -> dict[str, Any]:
-    """Return the result of ``gguf_metadata``, of a folder that is read already."""
+    """Return the result of ``gguf_metadata``, of a folder that llama.cpp may be able to run (``checked_for``)."""
     check_file(folder)
     arch = ARCHITECTURES[folder.model_type]
     if needs_tensors(folder):
@@ -81,7 +45,7 @@ def metadata_of(folder: ExportFolder) -> dict[str, Any]:
 
 
 def tensors_of(folder: ExportFolder) -> dict[str, list[float]]:
-    """Return the result of ``gguf_tensors``, of a folder that is read already."""
+    """Return the result of ``gguf_tensors``, of a folder that llama.cpp may be able to run."""
     check_file(folder)
     if not needs_tensors(folder):
         return {}
@@ -126,31 +90,12 @@ def _scaling_keys(folder: ExportFolder) -> dict[str, Any]:
     return keys
 
 
-def check_family(folder: ExportFolder) -> None:
-    """Raise unless llama.cpp's reading of the family was checked, and the folder has a static rule.
-
-    Raises:
-        ValueError: With the reason.
-    """
-    if folder.model_type not in ARCHITECTURES:
-        raise InvalidRequestError(
-            f"how llama.cpp converts model_type {folder.model_type!r} has not been checked. Checked: "
-            f"{', '.join(sorted(ARCHITECTURES))}."
-        )
-    if folder.rope_type == "dynamic":
-        raise InvalidRequestError("llama.cpp cannot express Transformers' dynamic rule: it has no such scaling type.")
-    refuse_adapter(folder)
-    refuse_attention_rule(folder, "llama.cpp")
-    check_rule(folder)
-
-
 def check_file(folder: ExportFolder) -> None:
     """Raise unless llama.cpp can run the rule from a file that says it.
 
     Raises:
         ValueError: With the reason.
     """
-    check_family(folder)
     if needs_tensors(folder) and ARCHITECTURES[folder.model_type] not in _WITH_DIVISORS:
         manifest = folder.manifest
         options = "".join(
@@ -170,7 +115,6 @@ def llama_cpp(folder: ExportFolder) -> list[str]:
     is in the flags; so they are right for a file of the base model too. Rules without flags are written into a copy of
     the converted file.
     """
-    check_family(folder)
     if folder.rope_type == "llama3" and folder.overrides:
         raise InvalidRequestError(
             f"llama.cpp has no flags for {folder.manifest['method']}, whose divisors per pair the converter takes from "

@@ -13,6 +13,7 @@ from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import DistanceMethod, StaticMethod
 from hf_posenc.methods.registry import get_method, make_method, methods
 from hf_posenc.patching.config_writing import write_config
+from hf_posenc.patching.extension import rule_is_elsewhere
 from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.lengths import LENGTH_KEYS
 from hf_posenc.patching.request import resolve
@@ -38,7 +39,7 @@ def refuse_attention_rule(folder: ExportFolder, title: str) -> None:
             f"{title} cannot run {folder.manifest['method']}: the model was trained with it in place of RoPE, so only "
             "hf_posenc runs it (load_extended, hf-posenc eval), and no static rule is near."
         )
-    if folder.needs_hf_posenc:
+    if rule_is_elsewhere(folder.manifest):
         raise InvalidRequestError(
             f"{title} cannot run {folder.manifest['method']}: the rule depends on the position of each query, so only "
             f"hf_posenc runs it (load_extended, hf-posenc eval), and {CONFIG} is the base model's. For the nearest "
@@ -66,7 +67,7 @@ def as_static(folder: ExportFolder, method: str) -> ExportFolder:
         raise InvalidRequestError(
             f"{folder.path!r} was trained with {folder.manifest['method']} in place of RoPE: no static rule is near it."
         )
-    if not folder.needs_hf_posenc:
+    if not rule_is_elsewhere(folder.manifest):
         again = ("hf-posenc", "patch", folder.path, "OUT", "--method", name, "--on-scaled", "replace")
         raise InvalidRequestError(
             f"{CONFIG} in {folder.path!r} says its rule already ({folder.manifest['method']}), and servers run that: "

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -127,7 +126,8 @@ def fit_method(
     config = copy.deepcopy(config)
     rotary = RotaryModel(model)
     spec, texts, rotation = _checked(rotary, tokenizer, documents, config)
-    with _folder(work_dir) as folder, evaluation_mode(rotary.model), _frozen(rotary.model):
+    with _folder(work_dir) as where, evaluation_mode(rotary.model), _frozen(rotary.model):
+        folder = Path(where).expanduser()
         run = FitRun(rotary, tokenizer, texts, spec, rotation, config, folder, model_name, began)
         folder.mkdir(parents=True, exist_ok=True)
         (options, adapter, steps, facts), *others = (_fit(run, config.seed + more) for more in range(config.seeds))
@@ -266,16 +266,10 @@ def _try_rules(rotary: RotaryModel, config: FitConfig) -> None:
         try_rows(rotary.model, rows)
 
 
-@contextmanager
-def _folder(work_dir: str | Path | None) -> Iterator[Path]:
+def _folder(work_dir: str | Path | None) -> AbstractContextManager[str | Path]:
     if work_dir is not None:
-        yield Path(work_dir).expanduser()
-        return
-    temporary = Path(tempfile.mkdtemp(prefix="hf_posenc_fit_"))
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        return nullcontext(work_dir)
+    return tempfile.TemporaryDirectory(prefix="hf_posenc_fit_", ignore_cleanup_errors=True)
 
 
 @contextmanager
@@ -351,9 +345,9 @@ def _fit_rule(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[
             logger.info("the fit begins at %s", name)
             rule.begin_at(start)
         descent.run(show_progress=not config.hide_progress)
-    numbers = rule.numbers()
+    divisors, attention_factor = rule.numbers()
     facts |= {"steps": descent.steps}
-    return run.options(list(numbers.divisors), numbers.attention_factor), descent.history, facts
+    return run.options(list(divisors), attention_factor), descent.history, facts
 
 
 def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any], seed: int) -> Adapter:

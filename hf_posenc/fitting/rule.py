@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +10,6 @@ from torch import nn
 
 from hf_posenc.methods.base import Frequencies, plain_frequencies
 from hf_posenc.spec import RopeSpec
-
-
-@dataclass(frozen=True)
-class FittedNumbers:
-    """A rule as numbers: what each rotated pair's frequency is divided by, and what multiplies cos and sin."""
-
-    divisors: tuple[float, ...]
-    attention_factor: float
 
 
 def rotations_in_training(spec: RopeSpec) -> torch.Tensor:
@@ -101,7 +92,7 @@ class RuleParameters(nn.Module):
         values = torch.cat((self.log_divisors.new_zeros(2), self.log_divisors))
         return values.diff(n=2).square().mean()
 
-    def numbers(self) -> FittedNumbers:
-        """Return the rule as it is now."""
+    def numbers(self) -> tuple[tuple[float, ...], float]:
+        """Return what each rotated pair's frequency is divided by now, and what multiplies cos and sin."""
         divisors = (1.0,) * self.first + tuple(self.log_divisors.double().exp().tolist())
-        return FittedNumbers(divisors, float(self.attention_factor().detach()))
+        return divisors, float(self.attention_factor().detach())

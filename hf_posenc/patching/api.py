@@ -36,7 +36,7 @@ from hf_posenc.families.rotary_module import (
     zero_other_layer_types,
 )
 from hf_posenc.families.sliding_window import KEEP
-from hf_posenc.methods.base import Extension
+from hf_posenc.methods.base import Extension, Unscaled
 from hf_posenc.patching.carrying import carries_extension, carry_extension, drop_extension
 from hf_posenc.patching.config_writing import warn_about_layer_types, warn_about_limits, write_config
 from hf_posenc.patching.extension import (
@@ -362,7 +362,7 @@ def _verify(rotary: RotaryModel, rtol: float | None) -> Verification:
         return Verification(extension.describe(), (), layers)
     spec = extension.spec if extension is not None else plain_spec(rotary.text_config)
     # Under a method that runs in attention queries and keys come rotated by the model's own frequencies.
-    method = extension.method if extension is not None and not layers else None
+    method = extension.method if extension is not None and not layers else Unscaled()
     checks: list[RotaryCheck] = []
     for name, module in rotary.rotary_modules.items():
         if not module._buffers[f"{rotary.prefix}inv_freq"].is_meta:  # type: ignore[union-attr]  # rotary modules have one
@@ -408,28 +408,16 @@ def is_patched(model: nn.Module | RotaryModel) -> bool:
     return RotaryModel.of(model).record is not None
 
 
-def patched_extension(model: nn.Module | RotaryModel) -> Extension | None:
-    """Return the extension that ``patch_model`` applied, or None; what the config declares does not count."""
-    extension: Extension | None = RotaryModel.of(model).extension
-    return extension
-
-
-def needs_hf_posenc(model: nn.Module | RotaryModel) -> bool:
-    """Return whether the rule of a patched model is in its attention and not in its rotary module."""
-    extension = patched_extension(model)
-    return extension is not None and extension.method.needs_hf_posenc
-
-
 def extension_of(model: nn.Module | RotaryModel) -> Extension | None:
     """Return the extension that a model was patched with or that its config declares; None for a plain model."""
     rotary = RotaryModel.of(model)
-    return patched_extension(rotary) or declared_scaling(rotary.text_config)
+    return rotary.extension or declared_scaling(rotary.text_config)
 
 
 def rule_of(model: nn.Module | RotaryModel) -> Extension | None:
     """Return the rule that a model was patched with, else that of its config; see ``rule_in_config``."""
     rotary = RotaryModel.of(model)
-    return patched_extension(rotary) or rule_in_config(rotary.text_config)
+    return rotary.extension or rule_in_config(rotary.text_config)
 
 
 def unextended_config(rotary: RotaryModel) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def read_mark(found: Any) -> dict[str, Any] | None:
 
 
 def rule_is_elsewhere(mark: Mapping[str, Any]) -> bool:
-    """Return whether what a config says of an extension is a rule that it cannot hold: a manifest beside it has it.
+    """Return whether what a config or manifest says of an extension is a rule that only a manifest can hold.
 
     Raises:
         ValueError: It is no rule that this version has.
@@ -145,7 +145,7 @@ def rule_is_elsewhere(mark: Mapping[str, Any]) -> bool:
         return make_method(mark["method"], mark["factor"], mark["options"]).needs_hf_posenc
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(
-            f"the config says that the model was extended by {mark['method']!r}, which this hf_posenc cannot read: "
+            f"the model was extended by {mark['method']!r}, which this hf_posenc cannot read: "
             f"{error} If a newer one wrote it, upgrade hf_posenc."
         ) from error
 
@@ -205,14 +205,6 @@ def rule_in_config(config: PreTrainedConfig) -> Extension | None:
     return declared_scaling(config) or Extension(plain_spec(config), Unscaled(), length)
 
 
-def facts_of_rule(rule: Extension | None, config: PreTrainedConfig) -> dict[str, Any]:
-    """Return method, factor, options, original and target length of a rule of the model with this text config."""
-    if rule is not None:
-        return rule.describe()
-    length = getattr(config, "max_position_embeddings", None)  # GPT-2's n_positions under a common name
-    return dict(zip(Extension.FACTS, ("none", 1.0, {}, length, length), strict=True))
-
-
 def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
     """Return method, factor, options, original and target length of a config.
 
@@ -225,5 +217,7 @@ def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
 
 def describe_rule(rule: Extension | None, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the facts of a rule with those of the scaled layer types of its text config, if there are any."""
-    facts = facts_of_rule(rule, config)
-    return facts if rule is None else with_layer_types(facts, config)
+    if rule is not None:
+        return with_layer_types(rule.describe(), config)
+    length = getattr(config, "max_position_embeddings", None)  # GPT-2's n_positions under a common name
+    return dict(zip(Extension.FACTS, ("none", 1.0, {}, length, length), strict=True))

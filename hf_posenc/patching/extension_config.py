@@ -106,12 +106,16 @@ class ExtensionRequest(ExtensionConfig):
         make_method(self.method or DEFAULT_METHOD, 1.0 if self.factor is None else self.factor, options)
 
     def _expand_rope_scaling(self, given: Mapping[str, Any] | str) -> None:
-        from hf_posenc.patching.rope_scaling import read_rope_scaling
+        from hf_posenc.patching.rope_scaling import EXAMPLE, read_rope_scaling
 
         dictionary = read_rope_scaling(given)
         decided = ("method", "factor", "original_max_position_embeddings", "preset", "options")
         dictionary.refuse_other(**{name: getattr(self, name) for name in decided})
-        dictionary.check_length_is_said(self.context_length)
+        if dictionary.factor is None and self.context_length is None:  # no default is taken
+            raise InvalidRequestError(
+                f"{argument('rope_scaling')} of type {dictionary.method!r} has no factor, so it does not say how far. "
+                f'Add "factor", as in {EXAMPLE}, or give {argument("context_length")}.'
+            )
         if dictionary.factor is not None and self.context_length is not None:
             raise InvalidRequestError(
                 f"{argument('rope_scaling')} has factor {dictionary.factor:g}, and {argument('context_length')} "

@@ -69,22 +69,6 @@ class RopeScalingDictionary:
                 "give one of the two."
             )
 
-    def check_length_is_said(self, *others: Any) -> None:
-        """Refuse a dictionary that does not say how far, where nothing else does: no default is taken for its factor.
-
-        Args:
-            *others: What else could say it, such as ``context_length``; None if it was not given.
-
-        Raises:
-            ValueError: Nothing does.
-        """
-        if self.factor is None and all(other is None for other in others):
-            raise InvalidRequestError(
-                f"{argument('rope_scaling')} of type {self.method!r} has no factor, so it does not say how far. Add "
-                '"factor", as in '
-                f"{_EXAMPLE}, or give {argument('context_length')}."
-            )
-
 
 def read_rope_scaling(given: Mapping[str, Any] | str) -> RopeScalingDictionary:
     """Return the request that a ``rope_scaling`` dictionary makes.
@@ -103,7 +87,7 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> RopeScalingDictionary:
     if len(types) != 1:
         stated = f"has {' and '.join(sorted(types))} as its type" if types else "has no rope_type (or type)"
         raise InvalidRequestError(
-            f"{argument('rope_scaling')} {stated}. One of {', '.join(_RULES)} is needed: {_EXAMPLE}."
+            f"{argument('rope_scaling')} {stated}. One of {', '.join(_RULES)} is needed: {EXAMPLE}."
         )
     [rule] = types
     if rule not in _RULES:
@@ -163,7 +147,7 @@ def _which_is_not(said: Any) -> str:
     return "" if said is None else f" (it says {said!r})"
 
 
-_EXAMPLE = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
+EXAMPLE = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
 
 
 def _parsed(given: Mapping[str, Any] | str) -> dict[str, Any]:
@@ -175,8 +159,8 @@ def _parsed(given: Mapping[str, Any] | str) -> dict[str, Any]:
             given = json.loads(text)
         except ValueError as error:
             raise InvalidRequestError(
-                f"{argument('rope_scaling')} is not JSON ({error}): got {text!r}, an example is {_EXAMPLE}."
+                f"{argument('rope_scaling')} is not JSON ({error}): got {text!r}, an example is {EXAMPLE}."
             ) from error
     if not isinstance(given, Mapping):
-        raise InvalidTypeError(f"{argument('rope_scaling')} must be a dictionary such as {_EXAMPLE}, got {given!r}.")
+        raise InvalidTypeError(f"{argument('rope_scaling')} must be a dictionary such as {EXAMPLE}, got {given!r}.")
     return dict(given)

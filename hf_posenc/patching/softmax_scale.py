@@ -61,13 +61,13 @@ def instantiate_scale(module: nn.Module, config: PreTrainedConfig) -> float:
         return float(attention_class(config, module.layer_idx).scaling)
 
 
-def expected_scale(module: nn.Module, method: Method | None) -> float:
+def expected_scale(module: nn.Module, method: Method) -> float:
     """Return the closed form: ``1 / sqrt(qk_head_dim)``, times the square of ``mscale_all_dim``'s temperature.
 
     Reference: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4; the square because both queries and keys carry it.
     """
     plain = 1.0 / math.sqrt(int(module.qk_head_dim))  # type: ignore[arg-type]  # nn.Module's attributes may be tensors, this one is an int
-    return plain if method is None else plain * method.latent_temperature**2
+    return plain * method.latent_temperature**2
 
 
 def attention_factor_of(extension: Extension) -> float:

@@ -112,10 +112,9 @@ def _live_rope_type(module: nn.Module, label: str | None) -> str:
 
 
 def _expected(
-    module: nn.Module, label: str | None, spec: RopeSpec, method: Method | None
+    module: nn.Module, label: str | None, spec: RopeSpec, method: Method
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the closed form's original frequencies, those in force now, and the attention factor."""
-    method = method or Unscaled()
     original, attention_factor = method.frequencies(spec)
     if method.temperature_on_logits:
         attention_factor = 1.0  # it is in the softmax scale
@@ -130,7 +129,7 @@ def check_rotary(
     rotary: RotaryModel,
     name: str,
     spec: RopeSpec,
-    method: Method | None,
+    method: Method,
     rtol: float | None = None,
     label: str | None = None,
 ) -> RotaryCheck:
@@ -140,7 +139,7 @@ def check_rotary(
         rotary: The model.
         name: Name of one of its rotary modules.
         spec: What the model was trained with.
-        method: What it should hold; None for no scaling.
+        method: What it should hold.
         rtol: Relative tolerance; None for float32's own.
         label: The layer type; None for the one that is extended.
 
@@ -157,7 +156,7 @@ def check_rotary(
     error = _relative(name, f"{prefix}original_inv_freq", module, original)
     if _live_rope_type(module, label) != "longrope":
         error = max(error, _relative(name, f"{prefix}inv_freq", module, current))
-    what = "no scaling" if method is None or isinstance(method, Unscaled) else method.name
+    what = "no scaling" if isinstance(method, Unscaled) else method.name
     if not error <= tolerance:
         raise RotaryMismatchError(
             f"{where}: the live frequencies are not those of {what}: relative difference {error:.3g}, allowed "

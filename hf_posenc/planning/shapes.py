@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, first_line
 from hf_posenc.utils.console import quiet
 
 Name = TypeVar("Name", bound=Hashable)
@@ -48,9 +48,9 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
         with quiet("torch._subclasses.fake_tensor", level=logging.CRITICAL), FakeTensorMode():
             yield
     except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InvalidRequestError(
-            f"model_type {config.model_type!r} cannot be run without data, so its memory is not predicted: {reason} "
+            f"model_type {config.model_type!r} cannot be run without data, so its memory is not predicted: "
+            f"{first_line(error)} "
             "(If the model has experts, try bf16=True, --bf16: some experts run in half precision only.)"
         ) from error
 

@@ -13,7 +13,7 @@ from hf_posenc.attention.inner import inner_name
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.unmasked_layers import unmasked_layers
 from hf_posenc.methods.base import Extension
-from hf_posenc.patching.api import describe, extension_of, is_patched, needs_hf_posenc
+from hf_posenc.patching.api import describe, extension_of, is_patched
 from hf_posenc.patching.record import restore_config
 from hf_posenc.utils.dtypes import is_half
 
@@ -70,7 +70,7 @@ class ModelFacts:
             description=description,
             extension=None if description["method"] == "none" else extension_of(rotary),
             is_patched=patched,
-            needs_hf_posenc=needs_hf_posenc(rotary),
+            needs_hf_posenc=patched and rotary.extension.method.needs_hf_posenc,
             attention=inner_name(str(model.config._attn_implementation)),
             is_quantised=getattr(model, "is_quantized", False) if is_quantised is None else is_quantised,
             is_half=is_half(model),

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is public, and not in __all__
 
-from hf_posenc.errors import HfPosencError, HubAccessError, HubUnreachableError, InvalidRequestError
+from hf_posenc.errors import HfPosencError, HubAccessError, HubUnreachableError, InvalidRequestError, first_line
 
 _LOG_IN = "Log in with `hf auth login`, set HF_TOKEN, or give a token"
 
@@ -85,7 +85,7 @@ def hub_errors(repo_id: str, done: str, advice: str = "") -> Iterator[None]:
 def _as_ours(error: BaseException | None, repo_id: str, cannot: str, end: str) -> HfPosencError | None:
     """Return hf_posenc's error for one of the Hub's client or of the network; None for any other."""
     if isinstance(error, HFValidationError):
-        return InvalidRequestError(f"{cannot}: {_first_line(error)} Give OWNER/NAME, such as me/longer-model.")
+        return InvalidRequestError(f"{cannot}: {first_line(error)} Give OWNER/NAME, such as me/longer-model.")
     if isinstance(error, RevisionNotFoundError):
         what = "it has no such revision. Give the name of a branch, a tag, or a whole commit hash."
         return InvalidRequestError(f"{cannot}: {what}{end}")
@@ -103,7 +103,7 @@ def _as_ours(error: BaseException | None, repo_id: str, cannot: str, end: str) -
         return HubUnreachableError(f"{cannot}: {what}{end}", repo_id)
     if isinstance(error, (HTTPError, LocalEntryNotFoundError)):
         what = (
-            f"{constants.ENDPOINT} cannot be reached ({_first_line(error)}). Check the network, and HF_ENDPOINT if set."
+            f"{constants.ENDPOINT} cannot be reached ({first_line(error)}). Check the network, and HF_ENDPOINT if set."
         )
         return HubUnreachableError(f"{cannot}: {what}{end}", repo_id)
     return None
@@ -120,8 +120,3 @@ def _refusal(error: HfHubHTTPError, cannot: str, repo_id: str, end: str) -> HubA
     elif status == 403:
         reason = f"the token may not do that ({answer}). Take a token that may write there, or another OWNER/NAME."
     return HubAccessError(f"{cannot}: {reason}{end}", repo_id, status)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -24,7 +24,6 @@ class AttentionMatching(Objective):
     """
 
     name: ClassVar[str] = "attention_matching"
-    summary: ClassVar[str] = "attention outputs of the teacher, on its own queries, keys and values"
 
     def __init__(self, problem: FitProblem, config: FitConfig) -> None:
         super().__init__(problem, config)

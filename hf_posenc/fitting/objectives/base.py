@@ -18,13 +18,11 @@ class Objective(abc.ABC):
 
     Attributes:
         name: As ``--objectives`` has it.
-        summary: One plain sentence.
         needs_teacher: Whether it compares with recordings of a teacher, or reads on behind them.
         reads_on: Whether it reads on behind them: recorded keys and values are then all that it knows of the text.
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
     needs_teacher: ClassVar[bool] = True
     reads_on: ClassVar[bool] = False
 

@@ -17,7 +17,6 @@ class FullLength(Objective):
     """Language-model loss of a stretch of the target length, with gradients through all of it."""
 
     name: ClassVar[str] = "full_length"
-    summary: ClassVar[str] = "loss of stretches of the target length, with gradients through all of them"
     needs_teacher: ClassVar[bool] = False
 
     def losses(self) -> Iterator[torch.Tensor]:

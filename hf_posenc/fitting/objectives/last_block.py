@@ -20,7 +20,6 @@ class LastBlock(Objective):
     """
 
     name: ClassVar[str] = "last_block"
-    summary: ClassVar[str] = "loss of the text, on blocks over the teacher's keys and values"
     reads_on: ClassVar[bool] = True
 
     def losses(self) -> Iterator[torch.Tensor]:

@@ -26,7 +26,6 @@ class Needles(Objective):
     """
 
     name: ClassVar[str] = "needles"
-    summary: ClassVar[str] = "loss on the digits of numbers hidden in the text"
     reads_on: ClassVar[bool] = True
 
     def __init__(self, problem: FitProblem, config: FitConfig) -> None:

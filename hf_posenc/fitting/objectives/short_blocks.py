@@ -17,7 +17,6 @@ class ShortBlocks(Objective):
     """Language-model loss of a stretch of at most the original length, with gradients through all of it."""
 
     name: ClassVar[str] = "short_blocks"
-    summary: ClassVar[str] = "loss of stretches within the original length"
     needs_teacher: ClassVar[bool] = False
 
     def losses(self) -> Iterator[torch.Tensor]:

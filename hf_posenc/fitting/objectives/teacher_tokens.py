@@ -22,7 +22,6 @@ class TeacherTokens(Objective):
     """
 
     name: ClassVar[str] = "teacher_tokens"
-    summary: ClassVar[str] = "next-token distributions of the teacher, on blocks over its keys and values"
     reads_on: ClassVar[bool] = True
 
     def losses(self) -> Iterator[torch.Tensor]:

@@ -423,13 +423,14 @@ def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) 
     ]
     lines = [make_record(*row, **more).to_json() for *row, more in rows]
     lines.append(make_retrieval_record("yarn", 64, 0.0, 0, True).to_json())
+    lines += ['{"method": "none", "tokens_trained": 0, "perplexity": 5.1}', "[]"]  # other programs'
     (path / "results.jsonl").write_text("\n".join(lines) + "\n")
     short = export_command(path, "vllm").splitlines()[-1]
     assert short.endswith("are read with the rule too: perplexity +2.5 % at 64 tokens (results.jsonl)")
     manifest = json.loads((path / "context_extension.json").read_text())
     (path / "context_extension.json").write_text(json.dumps({**manifest, "tokens_trained": None}))
     assert export_command(path, "vllm").endswith("hf-posenc eval --method auto measures what that costs")
-    (path / "results.jsonl").write_text("{}\n")
+    (path / "results.jsonl").write_text("{")
     assert "is not known, as results.jsonl is damaged" in export_command(path, "vllm").splitlines()[-1]
 
 
@@ -508,6 +509,7 @@ def test_an_adapter_that_vllm_cannot_run_or_whose_base_model_is_gone_is_refused(
     path = an_adapter(tmp_path)
     settings = json.loads((path / "adapter_config.json").read_text())
     for key, value, reason in (
+        ("peft_type", "IA3", "LoRA adapters only, and this one is of PEFT's type IA3"),
         ("r", 513, "the rank 513"),
         ("modules_to_save", ["embed_tokens"], "trained as a whole"),
         ("use_dora", True, "DoRA"),
