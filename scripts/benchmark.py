@@ -38,7 +38,7 @@ from benchmark_training import benchmark_training, longest_ratio
 from hf_posenc import extend_config, patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.data.reading import tokenize_documents
+from hf_posenc.data.reading import tokenize_text
 from hf_posenc.evaluation import perplexity
 from hf_posenc.utils.units import MemorySize
 
@@ -125,7 +125,7 @@ def benchmark_curve(args: argparse.Namespace) -> Result:
 def curve_inputs(args: argparse.Namespace) -> tuple[PreTrainedModel, torch.Tensor, list[int]]:
     model, tokenizer = load_model(args.model, dtype=args.dtype)
     lengths = [args.longest * point // args.points for point in range(1, args.points + 1)]
-    ids = tokenize_documents(tokenizer, [load_novel(HELD_OUT_NOVEL)[: 16 * args.longest]])[0][: args.longest]
+    ids = tokenize_text(tokenizer, load_novel(HELD_OUT_NOVEL)[: 16 * args.longest])[: args.longest]
     return model, ids, lengths
 
 

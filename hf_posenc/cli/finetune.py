@@ -119,10 +119,11 @@ def run_finetune(
     from hf_posenc.checkpoint.loading import check_path, load_model
     from hf_posenc.checkpoint.manifest import has_base_weights, tokens_trained
     from hf_posenc.checkpoint.quantised import check_4bit
+    from hf_posenc.data.examples import ExampleTokenizer
     from hf_posenc.families.rotary_model import RotaryModel
-    from hf_posenc.publishing.provenance import source_settings
     from hf_posenc.reporting import text_table
     from hf_posenc.training.base_model_facts import ModelFacts
+    from hf_posenc.training.data import read_tokens
     from hf_posenc.training.dry_run import dry_run
     from hf_posenc.training.launch import Launch
     from hf_posenc.training.run_plan import plan_run
@@ -147,7 +148,13 @@ def run_finetune(
     special = config.assistant_only_loss or config.completion_only_loss or config.task_mix is not None
     if special or not isinstance(next(iter(documents)), str):
         tokenizer = _tokenizer_of(name, chat_template)
-        documents = _tokenized(documents, tokenizer, config.assistant_only_loss, config.completion_only_loss)
+        tokenize = ExampleTokenizer(
+            tokenizer, assistant_only_loss=config.assistant_only_loss, completion_only_loss=config.completion_only_loss
+        )
+        if isinstance(documents, list):
+            documents = read_tokens(tokenize, documents)
+        else:  # a stream is read later, but its first document has to suit
+            tokenize(next(iter(documents)), "document 0")
     if config.task_mix is not None:  # a stream is read twice, as far as the budget goes
         planned(texts=(tokenizer, documents))
     is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's or accelerate's processes
@@ -158,7 +165,7 @@ def run_finetune(
     trained = tokens_trained(name)
     if trained is None:
         logger.warning("%s does not say how many tokens it was trained on. Counting begins with this run.", name)
-    plan = plan_run(config, ModelFacts.of(RotaryModel(model)), launch, {**source_settings(documents), **as_given})
+    plan = plan_run(config, ModelFacts.of(RotaryModel(model)), launch, as_given)
     run = Run(plan, model, tokenizer, trained or 0, is_base=has_base_weights(name), repository=repository)
     result = run.do(documents)
     if not is_first:
@@ -193,22 +200,3 @@ def _tokenizer_of(name: str, chat_template: str | None) -> PreTrainedTokenizerBa
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
-
-
-def _tokenized(
-    documents: Iterable[Any],
-    tokenizer: PreTrainedTokenizerBase,
-    assistant_only_loss: bool,
-    completion_only_loss: bool | None,
-) -> Iterable[Any]:
-    """Return the tokens of documents; a stream is returned as it came, once its first document suits."""
-    from hf_posenc.data.examples import ExampleTokenizer
-    from hf_posenc.training.data import to_token_ids
-
-    if isinstance(documents, list):
-        return to_token_ids(tokenizer, documents, assistant_only_loss, completion_only_loss)
-    counts = ExampleTokenizer(
-        tokenizer, assistant_only_loss=assistant_only_loss, completion_only_loss=completion_only_loss
-    )
-    counts(next(iter(documents)), "document 0")
-    return documents

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.data.columns import COMPLETION, MESSAGES, PROMPT, Columns
-from hf_posenc.data.reading import added_bos, tokenize_documents
+from hf_posenc.data.reading import added_bos, tokenize_text
 from hf_posenc.data.tokens import MaskedTokens, Tokens
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.utils.chat_templates import with_fixed_date
@@ -94,7 +94,7 @@ class ExampleTokenizer:
             )
         if isinstance(document, (str, torch.Tensor)):
             self._check_options(where, is_chat=False, has_prompt=False)
-            return tokenize_documents(self.tokenizer, [document])[0] if isinstance(document, str) else document
+            return tokenize_text(self.tokenizer, document) if isinstance(document, str) else document
         has_prompt, is_chat = PROMPT in document, isinstance(document.get(MESSAGES, document.get(PROMPT)), list)
         self._check_options(where, is_chat=is_chat, has_prompt=has_prompt)
         if not has_prompt:

@@ -129,18 +129,14 @@ def added_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return bos if first == [bos] != alone else None
 
 
-def tokenize_documents(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> list[torch.Tensor]:
-    """Turn each document into all of its token ids, int64 ``(num_tokens,)``.
+def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """Return all token ids of a text, int64 ``(num_tokens,)``.
 
     Never truncated, whatever the tokenizer's ``model_max_length``, and no warning about length; no special tokens
     are added, so that a BOS is there only where the caller puts one.
     """
-    return [
-        torch.tensor(
-            tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"], dtype=torch.int64
-        )
-        for text in documents
-    ]
+    ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def _read(

@@ -12,7 +12,8 @@ from typing import Literal, TypeVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_posenc.data.reading import tokenize_documents
+from hf_posenc.data.packing import check_ids
+from hf_posenc.data.reading import tokenize_text
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.evaluation.config import EvalConfig
 from hf_posenc.evaluation.windows import Run
@@ -46,13 +47,7 @@ def to_token_ids(
     if len(documents) == 0:
         raise InvalidRequestError("documents is empty: there is nothing to measure on.")
     ids = [_one_row(document, tokenizer) for document in documents]
-    for row in ids:
-        outside = row[(row < 0) | (row >= vocab_size)]
-        if len(outside):
-            raise InvalidRequestError(
-                f"token id {int(outside[0])} is outside the model's vocabulary, 0 to {vocab_size - 1}: these ids are "
-                "another tokenizer's, or labels."
-            )
+    check_ids(ids, vocab_size)
     return ids
 
 
@@ -60,7 +55,7 @@ def _one_row(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> t
     if isinstance(document, str):
         if tokenizer is None:
             raise InvalidTypeError("documents given as texts need tokenizer=, the model's own.")
-        return tokenize_documents(tokenizer, [document])[0]
+        return tokenize_text(tokenizer, document)
     row = torch.as_tensor(document)
     if row.dim() != 1:
         raise InvalidTypeError(f"token ids must be rows of one dimension, got shape {tuple(row.shape)}.")

@@ -120,12 +120,7 @@ class PackedBlocks(TrainingBlocks):
     def summary(self, group: int | None = None) -> PackingSummary:
         """Count what these blocks hold; ``group`` as for ``log_summary``."""
         packed, original = self.packed, self.positions.original_length
-        in_a_pass, read = torch.zeros(2, len(packed.stream), dtype=torch.bool)
-        of_a_pass = 0
-        for block in range(len(packed)):
-            where = packed.where(block)
-            in_a_pass[where] = True
-            of_a_pass += len(where)
+        read = torch.zeros(len(packed.stream), dtype=torch.bool)
         pieces = beyond = masked = padding = 0
         for index, block in enumerate(self.order):
             where = packed.where(block)
@@ -140,13 +135,11 @@ class PackedBlocks(TrainingBlocks):
         return PackingSummary(
             num_documents=packed.num_documents,
             num_tokens=len(packed.stream),
-            num_repeated=of_a_pass - int(in_a_pass.sum()),
             num_blocks=len(self),
             num_trained=num_trained,
             num_padding=padding,
             num_masked=masked,
-            num_left_out=int((~in_a_pass).sum()),
-            num_unused=int((in_a_pass & ~read).sum()),
+            num_unused=int((~read).sum()),
             num_short=sum(map(self.is_short, range(len(self)))),
             num_pieces=pieces,
             share_beyond_original=beyond / num_trained,
@@ -238,13 +231,12 @@ class PackingSummary:
     Attributes:
         num_documents: Documents packed, each as often as it is read in a pass.
         num_tokens: Tokens of these documents, the added ones for beginnings and ends among them.
-        num_repeated: Tokens that a pass reads twice, to fill a block.
         num_blocks: Blocks that are trained on, those of later passes counted again.
         num_trained: Tokens of these blocks, with padding.
         num_padding: Those of them that are padding (``one_document``).
         num_masked: Those of them that are left out of the loss because of what they are: of a prompt, or a user's.
-        num_left_out: Tokens of the documents that are in no block of any pass.
-        num_unused: Tokens of the documents that a pass holds and none of these blocks: the budget ends before them.
+        num_unused: Tokens of the documents that are in none of these blocks: the budget ends before them, or nothing
+            near them counts in the loss.
         num_short: Blocks that are read as windows of the original length.
         num_pieces: Runs of tokens that see each other: documents, cut where a block or a window ends.
         share_beyond_original: Share of the trained tokens that see, in one layer, a distance the model was not trained
@@ -253,12 +245,10 @@ class PackingSummary:
 
     num_documents: int
     num_tokens: int
-    num_repeated: int
     num_blocks: int
     num_trained: int
     num_padding: int
     num_masked: int
-    num_left_out: int
     num_unused: int
     num_short: int
     num_pieces: int
@@ -318,21 +308,12 @@ def log_packing(
             counted,
             100 * counted / summary.num_trained,
         )
-    if summary.num_left_out:
-        logger.info(
-            "%d tokens of the documents (%.1f %%) are not trained on: they are in blocks that are left out",
-            summary.num_left_out,
-            100 * summary.num_left_out / summary.num_tokens,
-        )
     if summary.num_unused:
         logger.info(
-            "%d tokens of the documents (%.1f %%) are not trained on: the token budget ends before them",
+            "%d tokens of the documents (%.1f %%) are in none of these blocks",
             summary.num_unused,
             100 * summary.num_unused / summary.num_tokens,
         )
-    elif summary.num_repeated:
-        what = "every token" if summary.num_left_out == 0 else "every token of the others"
-        logger.info("%s is trained on; %d of a pass come twice, to fill a block", what, summary.num_repeated)
     if wants_distances:
         warn_about_distances(summary.share_beyond_original, original_length, group)
 

@@ -63,17 +63,17 @@ def read_texts(
     """
     measures = data.eval_documents > 0
     holds_out = measures and eval_documents is None
-    if isinstance(documents, (Sequence, torch.Tensor)):
-        train = to_token_ids(tokenizer, documents, data.assistant_only_loss, data.completion_only_loss)
-    else:
-        train = read_stream(tokenizer, documents, data, holds_out=holds_out)
+    tokenize = ExampleTokenizer(
+        tokenizer, assistant_only_loss=data.assistant_only_loss, completion_only_loss=data.completion_only_loss
+    )
+    train = read_tokens(tokenize, documents, data, holds_out=holds_out)
     if not train:
         raise InvalidRequestError("there are no documents to train on.")
     held: list[Tokens] = []
     if holds_out:
         train, held = hold_out(train, max(data.eval_lengths))
     elif eval_documents is not None and measures:
-        held = to_token_ids(tokenizer, eval_documents)
+        held = read_tokens(ExampleTokenizer(tokenizer), eval_documents)
     held_out = [ids_of(document) for document in held]
     check_ids([ids_of(document) for document in train], vocab_size)
     check_ids(held_out, vocab_size, "held-out document")
@@ -200,56 +200,17 @@ def _check_id(name: str, token: int, vocab_size: int) -> None:
         )
 
 
-def read_stream(
-    tokenizer: PreTrainedTokenizerBase, documents: Documents, data: DataPlan, *, holds_out: bool
-) -> list[Tokens]:
-    """Read a stream until what is left of it to train on, in one pass, fills the token budget.
-
-    Args:
-        tokenizer: For texts.
-        documents: As for ``finetune``.
-        data: How much is read, and what of it counts.
-        holds_out: Some of the documents are to be measured on.
-
-    Returns:
-        Tokens of documents, of which each has some that count in the loss.
-    """
-    tokenize = ExampleTokenizer(
-        tokenizer, assistant_only_loss=data.assistant_only_loss, completion_only_loss=data.completion_only_loss
-    )
-    read: list[Tokens] = []
-    filled = [0.0]  # tokens of a pass over so many documents
-    without = 0
-    for number, document in enumerate(documents):
-        tokens = tokenize(document, f"document {number}")
-        if not _counts(tokens):
-            without += 1
-            continue
-        read.append(tokens)
-        times = data.length_upsampling if len(tokens) > data.original_length else 1
-        filled.append(filled[-1] + len(tokens) * times)
-        if filled[len(read) - (num_held_out(len(read)) if holds_out else 0)] >= data.token_budget:
-            end = "the token budget is filled, the rest of the source is not read"
-            break
-    else:
-        end = "all of the source"
-    logger.info("read %d documents, %d tokens: %s", len(read), sum(map(len, read)), end)
-    _report_left_out(without, len(read))
-    return read
-
-
-def to_token_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Documents,
-    assistant_only_loss: bool = False,
-    completion_only_loss: bool | None = None,
+def read_tokens(
+    tokenize: ExampleTokenizer, documents: Documents, data: DataPlan | None = None, *, holds_out: bool = False
 ) -> list[Tokens]:
     """Return the tokens of documents; those without any that counts in the loss are left out, with a warning.
 
     Args:
-        tokenizer: For what is no token ids yet.
+        tokenize: It makes them, and says which of them count.
         documents: As for ``finetune``.
-        assistant_only_loss, completion_only_loss: As for ``ExampleTokenizer``.
+        data: A stream is read until what is left of it to train on, in one pass, fills the token budget; None reads
+            all.
+        holds_out: Some of the documents are to be measured on.
 
     Raises:
         TypeError: It is one document, or holds something that is no document.
@@ -259,21 +220,26 @@ def to_token_ids(
         raise InvalidTypeError(
             "documents must be a list of texts, rows or token id tensors. Put a single document into a list."
         )
-    tokenize = ExampleTokenizer(
-        tokenizer, assistant_only_loss=assistant_only_loss, completion_only_loss=completion_only_loss
-    )
-    tokens = [tokenize(document, f"document {number}") for number, document in enumerate(documents)]
-    counting = [document for document in tokens if _counts(document)]
-    _report_left_out(len(tokens) - len(counting), len(counting))
-    return counting
-
-
-def _counts(document: Tokens) -> bool:
-    return not isinstance(document, MaskedTokens) or bool(document.counted.any())
-
-
-def _report_left_out(without: int, counting: int) -> None:
-    if without and not counting:
+    budget = None if isinstance(documents, Sequence) else data
+    read: list[Tokens] = []
+    filled = [0.0]  # tokens of a pass over so many documents
+    without, end = 0, "all of the source"
+    for number, document in enumerate(documents):
+        tokens = tokenize(document, f"document {number}")
+        if not _counts(tokens):
+            without += 1
+            continue
+        read.append(tokens)
+        if budget is None:
+            continue
+        times = budget.length_upsampling if len(tokens) > budget.original_length else 1
+        filled.append(filled[-1] + len(tokens) * times)
+        if filled[len(read) - (num_held_out(len(read)) if holds_out else 0)] >= budget.token_budget:
+            end = "the token budget is filled, the rest of the source is not read"
+            break
+    if budget is not None:
+        logger.info("read %d documents, %d tokens: %s", len(read), sum(map(len, read)), end)
+    if without and not read:
         raise InvalidRequestError(
             f"none of the {without} documents has a token that counts in the loss: no answers, or no turns of the "
             f"role 'assistant'. Mend the data, or train on all tokens, without {argument('assistant_only_loss')} "
@@ -284,8 +250,13 @@ def _report_left_out(without: int, counting: int) -> None:
             "%d of %d documents have no token that counts in the loss (no answer, or no turn of the assistant's), and "
             "are left out",
             without,
-            without + counting,
+            without + len(read),
         )
+    return read
+
+
+def _counts(document: Tokens) -> bool:
+    return not isinstance(document, MaskedTokens) or bool(document.counted.any())
 
 
 def check_enough_text(texts: Texts, data: DataPlan, stage: StagePlan) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_posenc.assets import load_novel
-from hf_posenc.data.reading import DocumentStream, read_documents, tokenize_documents
+from hf_posenc.data.reading import DocumentStream, read_documents, tokenize_text
 
 
 def test_text_file_is_one_document(tmp_path):
@@ -152,7 +152,7 @@ def test_tokens_are_never_truncated_and_nothing_is_said_about_length(caplog):
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.enable_truncation(3)  # a limit left on by somebody else
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", model_max_length=4)
-    first, second = tokenize_documents(tokenizer, ["a b " * 10, "b"])
+    first, second = (tokenize_text(tokenizer, text) for text in ("a b " * 10, "b"))
     assert first.tolist() == [1, 2] * 10
     assert second.tolist() == [2]
     assert first.dtype == torch.int64

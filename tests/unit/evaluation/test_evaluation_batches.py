@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.data.reading import tokenize_documents
+from hf_posenc.data.reading import tokenize_text
 from hf_posenc.evaluation import perplexity
 from hf_posenc.evaluation.losses import default_batch_size, window_losses
 from hf_posenc.evaluation.windows import Window, sliding_windows
@@ -39,7 +39,7 @@ def test_batches_give_the_losses_of_single_windows(tiny_llama: Make) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])
 def test_batches_on_a_trained_model(dtype: str, tolerance: float) -> None:
     model, tokenizer = load_model(tiny_model_path(), dtype=dtype, device="cpu")
-    ids = tokenize_documents(tokenizer, [load_novel(HELD_OUT_NOVEL)[:6000]])[0][:512]
+    ids = tokenize_text(tokenizer, load_novel(HELD_OUT_NOVEL)[:6000])[:512]
     needed = torch.ones(512, dtype=torch.bool)
     windows = sliding_windows(512, 128, 64)
     alone = window_losses(model, ids, windows, needed, batch_size=1)[1:]

@@ -18,7 +18,7 @@ from hf_posenc.assets import tiny_model_path
 from hf_posenc.data.examples import ExampleTokenizer
 from hf_posenc.data.tokens import MaskedTokens
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.data import read_stream, to_token_ids
+from hf_posenc.training.data import read_tokens
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
 from training_plans import plan_for
 
@@ -48,7 +48,7 @@ def make_tokenizer(template: str | None = TAGGED) -> PreTrainedTokenizerBase:
 
 
 def tokens_of(documents: Any, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> list[MaskedTokens]:
-    found = to_token_ids(make_tokenizer() if tokenizer is None else tokenizer, documents, **options)
+    found = read_tokens(ExampleTokenizer(make_tokenizer() if tokenizer is None else tokenizer, **options), documents)
     assert all(isinstance(one, MaskedTokens) for one in found)
     return found  # type: ignore[return-value]  # just looked
 
@@ -229,7 +229,10 @@ def test_special_tokens_around_a_prompt() -> None:
     (one,) = tokens_of([{"prompt": "ab ", "completion": "c<eos>"}], tokenizer)
     assert tokenizer.decode(one.ids) == "~ab c<eos>"  # an EOS that is there is not doubled
     assert one.counted.tolist() == [False] * 4 + [True] * 2
-    assert to_token_ids(tokenizer, ["ab"])[0].tolist() == tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert (
+        read_tokens(ExampleTokenizer(tokenizer), ["ab"])[0].tolist()
+        == tokenizer("ab", add_special_tokens=False)["input_ids"]
+    )
 
 
 def test_documents_without_anything_that_counts(caplog: pytest.LogCaptureFixture) -> None:
@@ -243,9 +246,10 @@ def test_documents_without_anything_that_counts(caplog: pytest.LogCaptureFixture
     stream = (row for row in [silent, *CHATS])
     config = FinetuneConfig("unused", assistant_only_loss=True)
     data = plan_for(config, make_tiny_llama()).data
-    assert rows_of(read_stream(make_tokenizer(), stream, data, holds_out=False)) == rows_of(both)  # type: ignore[arg-type]  # masked
+    tokenize = ExampleTokenizer(make_tokenizer(), assistant_only_loss=True)
+    assert rows_of(read_tokens(tokenize, stream, data)) == rows_of(both)  # type: ignore[arg-type]  # masked
     with pytest.raises(ValueError, match="none of the 1 documents"):
-        read_stream(make_tokenizer(), iter([silent]), data, holds_out=False)
+        read_tokens(tokenize, iter([silent]), data)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +291,7 @@ def test_long_chats_are_whole_and_nothing_is_said_about_length(caplog: pytest.Lo
 
 def test_rows_with_a_text_and_what_is_no_document() -> None:
     tokenizer = make_tokenizer()
-    (from_row,), (from_text,) = (to_token_ids(tokenizer, [one]) for one in ({"text": "Emma"}, "Emma"))
+    (from_row,), (from_text,) = (read_tokens(ExampleTokenizer(tokenizer), [one]) for one in ({"text": "Emma"}, "Emma"))
     assert isinstance(from_row, torch.Tensor)
     assert from_row.equal(from_text)  # type: ignore[arg-type]  # a tensor as well
     with pytest.raises(
@@ -295,4 +299,4 @@ def test_rows_with_a_text_and_what_is_no_document() -> None:
     ):
         ExampleTokenizer(tokenizer)(3, "document 0")
     with pytest.raises(TypeError, match="single document"):
-        to_token_ids(tokenizer, CHATS[0])  # type: ignore[arg-type]  # refused
+        read_tokens(ExampleTokenizer(tokenizer), CHATS[0])  # type: ignore[arg-type]  # refused

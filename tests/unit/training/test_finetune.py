@@ -260,7 +260,7 @@ def test_the_probe_and_the_packing_are_logged(
     with caplog.at_level(logging.INFO, logger="hf_posenc"):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path, token_budget=2 * SEQ, eval_documents=0))
     assert "(attn_implementation 'sdpa', 2" in caplog.text
-    assert "token budget" in caplog.text
+    assert "are in none of these blocks" in caplog.text
 
 
 @pytest.mark.slow

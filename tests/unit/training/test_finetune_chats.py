@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from chats import PLAIN, TAGGED, turns
 from hf_posenc.cli.main import main
+from hf_posenc.data.examples import ExampleTokenizer
 from hf_posenc.patching.api import patch_model
 from hf_posenc.training import finetune
 from hf_posenc.training.chunked_loss import chunked_lm_loss
-from hf_posenc.training.data import to_token_ids
+from hf_posenc.training.data import read_tokens
 from hf_posenc.training.start_checks import documents_of
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
 from tiny_runs import SEQ, assert_same_run, config, killed_at, losses
@@ -55,7 +56,7 @@ def loss_by_hand(model: Any, blocks: list[dict[str, torch.Tensor]]) -> torch.Ten
 
 def scheduled(tokenizer: Any, rows: list[Any], number: int, **options: Any) -> list[dict[str, torch.Tensor]]:
     """The blocks of a run, in the order of training."""
-    return list(blocks_of_a_run(to_token_ids(tokenizer, rows, **options), SEQ, number, eos_token_id=0))
+    return list(blocks_of_a_run(read_tokens(ExampleTokenizer(tokenizer, **options), rows), SEQ, number, eos_token_id=0))
 
 
 def test_the_loss_of_a_packed_batch_is_that_of_its_counted_tokens() -> None:

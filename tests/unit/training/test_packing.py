@@ -113,14 +113,14 @@ def test_summary_counts_what_is_trained_on(caplog: pytest.LogCaptureFixture):
     documents = [torch.arange(1, 11), torch.arange(1, 31)]  # 40 tokens: blocks of 16, 16 and 8 + 8 again
     schedule = scheduled(documents, 16, 2)
     summary = schedule.summary()
-    assert (summary.num_documents, summary.num_tokens, summary.num_repeated) == (2, 40, 8)
+    assert (summary.num_documents, summary.num_tokens) == (2, 40)
     assert (summary.num_blocks, summary.num_trained, summary.num_short) == (2, 32, 0)
     unread = set(range(40)) - {index % 40 for block in schedule.order for index in range(block * 16, block * 16 + 16)}
     assert summary.num_unused == len(unread) > 0
     assert summary.num_pieces == sum(int((schedule[i]["position_ids"] == 0).sum()) for i in range(2))
     with caplog.at_level(logging.INFO):
         log_packing(summary, 16)
-    assert f"({100 * len(unread) / 40:.1f} %)" in caplog.text
+    assert f"({100 * len(unread) / 40:.1f} %) are in none of these blocks" in caplog.text
     assert "2 documents, 40 tokens; trained on: 32 tokens in 2 blocks, " in caplog.text
     assert "0.0 %" in caplog.text
     caplog.clear()
@@ -129,7 +129,7 @@ def test_summary_counts_what_is_trained_on(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         log_packing(whole, 16)
     assert "in 7 blocks, 3 of them as windows of 16 tokens, " in caplog.text
-    assert "every token is trained on; 8 of a pass come twice" in caplog.text
+    assert "in none of these blocks" not in caplog.text
 
 
 def test_the_share_of_long_distances_of_data_of_a_known_share(caplog: pytest.LogCaptureFixture):
@@ -270,7 +270,7 @@ def test_blocks_of_masked_tokens_are_left_out(caplog: pytest.LogCaptureFixture):
     schedule = PackedBlocks(packed, PositionSchedule("full", 8, 8), 4, seed=0)
     assert {block["input_ids"][0].item() for block in schedule} == {9, 25}
     summary = schedule.summary()
-    assert (summary.num_trained, summary.num_masked, summary.num_left_out) == (32, 26, 16)
+    assert (summary.num_trained, summary.num_masked, summary.num_unused) == (32, 26, 16)
     with caplog.at_level(logging.INFO):
         log_packing(summary, 8)
     assert "(18.8 %)" in caplog.text
@@ -356,8 +356,8 @@ def test_no_token_is_left_out_and_no_block_has_two_documents(masked: bool):
 
 def test_padding_is_counted_and_much_of_it_is_a_warning(caplog: pytest.LogCaptureFixture):
     twice = blocks_of_a_run([torch.arange(1, 7), torch.arange(11, 23)], 8, 6, one_document=True).summary()
-    assert (twice.num_blocks / 2, twice.num_trained, twice.num_padding, twice.num_repeated) == (3, 48, 4, 4)
-    assert (twice.num_tokens, twice.num_pieces, twice.num_left_out, twice.num_unused) == (18, 6, 0, 0)
+    assert (twice.num_blocks / 2, twice.num_trained, twice.num_padding) == (3, 48, 4)
+    assert (twice.num_tokens, twice.num_pieces, twice.num_unused) == (18, 6, 0)
     with caplog.at_level(logging.INFO):
         log_packing(twice, 8)
     (line,) = [record for record in caplog.records if "padding" in record.message]
