@@ -28,7 +28,6 @@ class ModelFacts:
         plain_config: The text config as it was before ``patch_model``; the same object where the model is not patched.
         description: The method, factor, options and lengths of the model (``hf_posenc.patching.api.describe``).
         extension: The extension the model has; None for a plain model, and for one without a rotary embedding.
-        is_patched: ``patch_model`` extended the model, here or while it was loaded.
         needs_hf_posenc: The model's rule is in its attention.
         attention: The attention implementation that computes, whatever hf_posenc put around it.
         is_quantised: The weights are quantised; None if that is not known before they are loaded.
@@ -43,7 +42,6 @@ class ModelFacts:
     plain_config: PreTrainedConfig
     description: Mapping[str, Any]
     extension: Extension | None
-    is_patched: bool
     needs_hf_posenc: bool
     attention: str
     is_quantised: bool | None
@@ -69,7 +67,6 @@ class ModelFacts:
             plain_config=_before_patching(rotary) if patched else config,
             description=description,
             extension=None if description["method"] == "none" else extension_of(rotary),
-            is_patched=patched,
             needs_hf_posenc=patched and rotary.extension.method.needs_hf_posenc,
             attention=inner_name(str(model.config._attn_implementation)),
             is_quantised=getattr(model, "is_quantized", False) if is_quantised is None else is_quantised,

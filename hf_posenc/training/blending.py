@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.data.installed_texts import INSTALLED, pieces
 from hf_posenc.evaluation import Record, perplexity
+from hf_posenc.evaluation.documents import spread
 from hf_posenc.evaluation.intervals import Ratio, paired_interval
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.retaining import retained_texts, whole_pieces
@@ -53,7 +54,7 @@ def short_texts(
     own = retained_texts(model, tokenizer, PIECES * length, length, seed + 1)
     whole = whole_pieces(held_out, length)
     kinds = {
-        "held-out documents": whole[:: max(1, len(whole) // PIECES)][:PIECES],
+        "held-out documents": spread(whole, PIECES),
         "the model's own texts": list(own.ids),
     }
     return kinds | {name: pieces(read(), tokenizer, length, PIECES) for name, read in INSTALLED.items()}

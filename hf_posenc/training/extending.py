@@ -39,7 +39,7 @@ def choose_extension(request: ExtensionRequest, model: ModelFacts) -> Extension 
         ValueError, TypeError: As ``patch_model``.
     """
     if model.description["method"] == "none" or request.on_scaled == "replace":
-        return resolve(model.plain_config if model.is_patched else model.config, request)
+        return resolve(model.plain_config, request)
     _check_agreement(request, model)
     return None
 

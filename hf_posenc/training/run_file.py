@@ -22,6 +22,7 @@ from hf_posenc.utils.units import ContextLength, Percent, TokenCount
 
 RUN_FILE = "run.toml"
 _TARGET = ("factor", "context_length", "stages", "preset")
+_RULE = ("method", "preset", "rope_scaling")
 _NOT_IN_FILES = frozenset({"options", "option", "config", "resume_from_checkpoint"})
 _TOKENS = 'a number of tokens, such as 32768 or "32k"'
 _HEADER = (
@@ -204,13 +205,17 @@ def settings_besides_flags(given: argparse.Namespace, known: Sequence[type]) -> 
     """
     flags = vars(given)
     values = read_run(flags["config"], known) if flags.get("config") else {}
-    if any(name in flags for name in _TARGET):  # each says how far, so that another one must not say it too
-        values = {name: value for name, value in values.items() if name not in _TARGET}
-    if any(flags.get(name, values[name]) != values[name] for name in ("method", "preset") if name in values):
-        values.pop("options", None)  # of the file's method
+    dropped: tuple[str, ...] = ()
+    if "preset" in flags or "rope_scaling" in flags:  # either is a whole rule
+        dropped = (*_TARGET, *_RULE, "options")
+    elif any(name in flags for name in _TARGET):  # each says how far, so that another one must not say it too
+        dropped = _TARGET
+    if "method" in values and flags.get("method", values["method"]) != values["method"]:
+        dropped += ("options",)  # of the file's method
+    values = {name: value for name, value in values.items() if name not in dropped}
     recipe = flags.get("recipe") or values.get("recipe")
     if recipe is None:
         return values
-    rule: dict[str, Any] = {name: flags[name] for name in ("method", "preset", "rope_scaling") if name in flags}
+    rule: dict[str, Any] = {name: flags[name] for name in _RULE if name in flags}
     fitting = recipe_values(recipe, {**values, **rule})
     return {**get_recipe(recipe).loading, **{name: value for name, value in fitting.items() if name not in rule}}

@@ -218,13 +218,12 @@ def plan_run(
         task_lengths=tuple(sorted({stages[0].positions.original_length, stages[-1].positions.target_length})),
     )
     described, changes_attention = _as_trained(model, stages[0].extension)
-    no_flash = why_not_flash(
-        model,
-        changes_attention=changes_attention or config.shifted_sparse_attention,
-        bf16=bf16,
-        batch_size=config.per_device_train_batch_size,
-        kind=config.position_schedule,
-        cp_size=launch.cp_size,
+    # FlashAttention tells packed documents apart by their positions, and only in a batch of one.
+    flash = (
+        (model.device, model.attention, model.supports_flash, bf16) == ("cuda", "sdpa", True, True)
+        and (config.per_device_train_batch_size, config.position_schedule, launch.cp_size) == (1, FULL, 1)
+        and not (changes_attention or config.shifted_sparse_attention)
+        and is_flash_attn_2_available()
     )
     return RunPlan(
         folder=folder,
@@ -234,7 +233,7 @@ def plan_run(
         keep=config.keep,
         step=dataclasses.replace(config.step, bf16=bf16),
         shards_weights=launch.fsdp > 0 and launch.processes > 1,
-        flash=no_flash is None,
+        flash=flash,
         logging_steps=int(config.logging_steps),
         # Shifted attention gives another loss, and so does noise that is added to the embedding.
         checks_first_loss=config.check_first_loss
@@ -482,35 +481,6 @@ def _check_trackers(report_to: str | list[str] | None) -> None:
             callback()
     except (ValueError, RuntimeError, ImportError) as error:
         raise InvalidRequestError(f"{argument('report_to')} {report_to!r}: {error}") from error
-
-
-def why_not_flash(
-    model: ModelFacts, *, changes_attention: bool, bf16: bool, batch_size: int, kind: str, cp_size: int
-) -> str | None:
-    """Return the reason why FlashAttention does not replace SDPA in training; None if it does.
-
-    Transformers tells packed documents apart by their positions there, and only in a batch of one.
-
-    Args:
-        model: The facts of the model.
-        changes_attention: The method, or shifted sparse attention, changes the attention itself.
-        bf16: The run computes in bfloat16.
-        batch_size: Blocks in one forward pass.
-        kind: Kind of the position schedule.
-        cp_size: Processes that share a sequence by context parallelism.
-    """
-    reasons = {
-        "the model is not on a GPU": model.device != "cuda",
-        "flash-attn is not installed": not is_flash_attn_2_available(),
-        "it needs half precision (bf16)": not bf16,
-        "per_device_train_batch_size is not 1": batch_size != 1,
-        "positions are not one after the other": kind != FULL,
-        "the attention was chosen by the caller": model.attention != "sdpa",
-        "the rule changes the attention itself": changes_attention,
-        "context parallelism needs sdpa": cp_size > 1,
-        "the family does not support it": not model.supports_flash,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _trainer_options(

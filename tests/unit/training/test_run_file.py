@@ -158,6 +158,11 @@ def test_a_flag_wins_over_what_the_file_says_in_another_way(tmp_path: Path) -> N
     assert (run.factor, run.stages) == (None, ["2k", "4k"])
     run, _, _ = parsed("--config", file, "--method", "linear")
     assert (run.method, run.factor, run.options) == ("linear", 4.0, {})
+    run, _, _ = parsed("--config", file, "--preset", "qwen3-yarn-4x")
+    assert (run.preset, run.method, run.factor, run.options) == ("qwen3-yarn-4x", None, None, {})
+    dictionary = '{"rope_type": "linear", "factor": 2.0}'
+    run, _, _ = parsed("--config", file, "--rope-scaling", dictionary)
+    assert (run.rope_scaling, run.method, run.factor, run.options) == (dictionary, None, None, {})
     write_run(tmp_path / RUN_FILE, {"output_dir": "x", "options": {"attention_factor": None, "ramp": "paper"}})
     assert read_run(tmp_path / RUN_FILE, KNOWN)["options"] == {"ramp": "paper"}
 
