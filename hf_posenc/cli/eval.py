@@ -154,21 +154,13 @@ def compare_config(
     """
     if len(what.context_lengths) != 1:
         raise InvalidRequestError("--method auto takes one length in --context-lengths: how far the model is to read.")
-    of_output = ("output", "model_name", "hide_progress", "budget", "dry_run")
-    parts: list[tuple[Any, Any, tuple[str, ...]]] = [
-        (what, _usual(what), (*of_output, "max_documents", "cut", "prefill_chunk")),
-        (prompts, RetrievalConfig(), ("tasks", "depths", "samples")),
-        (
-            extension,
-            ExtensionConfig(),
-            ("rope_scaling", "original_max_position_embeddings", "sliding_window", "on_scaled"),
-        ),
-    ]
+    used = {one.name for one in fields(CompareConfig)} - {"context_length", "methods"}
+    parts = ((what, _usual(what)), (prompts, RetrievalConfig()), (extension, ExtensionConfig()))
     settings: dict[str, Any] = {}
-    for given, usual, used in parts:
+    for given, usual in parts:
         others = [one.name for one in fields(given) if one.name not in (*used, "method", "context_lengths")]
         refuse_given(given, usual, others, "has no use with --method auto; leave it out")
-        settings |= {one: getattr(given, one) for one in used}
+        settings |= {one.name: getattr(given, one.name) for one in fields(given) if one.name in used}
     refuse_given(options, OptionArguments(), ("option",), "has no use with --method auto; leave it out")
     settings["model_name"] = what.model_name or name
     methods = [method for method in what.method if method != AUTO]

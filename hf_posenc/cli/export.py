@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from hf_posenc.cli.shared_arguments import ModelArguments, parse
 from hf_posenc.errors import InvalidRequestError
+from hf_posenc.settings import same_field
 from hf_posenc.utils.units import ContextLength, Duration
 
 # The same as in exports.stacks, which imports PyTorch too; and a file.
@@ -56,6 +57,8 @@ class VerifyArguments:
         metadata={"help": "what the server computes in; default: what it says, or bfloat16", "choices": SERVER_DTYPES},
     )
     api_key: str | None = field(default=None, metadata={"help": "key that the server wants"})
+    dtype: str = same_field(ModelArguments, "dtype")
+    device: str | None = same_field(ModelArguments, "device")
     timeout: Duration = field(default=Duration(600), metadata={"help": "longest wait for one answer, such as 10m"})
 
 
@@ -72,8 +75,8 @@ def export(argv: Sequence[str]) -> int:
         1 if a server was checked and does not run the rule, else 0.
     """
     positional = {"model": "folder that hf-posenc patch, finetune or fit wrote"}
-    known = (ExportArguments, VerifyArguments, ModelArguments)
-    given, where, server, how = parse("export", export.__doc__, argv, known, positional)
+    known = (ExportArguments, VerifyArguments)
+    given, where, server = parse("export", export.__doc__, argv, known, positional)
     if (where.to is None) == (server.verify is None):
         raise InvalidRequestError("give one of --to (a program, or gguf) and --verify (the address of a server).")
     of_server = [one.name.replace("_", "-") for one in fields(server) if getattr(server, one.name) != one.default]
@@ -95,8 +98,8 @@ def export(argv: Sequence[str]) -> int:
             server_dtype=server.server_dtype,
             api_key=server.api_key,
             timeout=server.timeout,
-            dtype=how.dtype,
-            device=how.device,
+            dtype=server.dtype,
+            device=server.device,
         )
         print(check)
         return 0 if check.agrees else 1

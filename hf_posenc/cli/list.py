@@ -80,22 +80,22 @@ def _explained(name: str, model: str | None, extension: ExtensionConfig, options
             raise InvalidRequestError(
                 f"{argument(field_name)} is for methods that extend a model; {name!r} is an encoding."
             )
-    if extension.preset is None:
-        ExtensionRequest(**vars(extension), method=name, options=options)
-    else:
-        ExtensionRequest(**vars(extension), options=options)
-    explanation = (_encoding if instead_of_rope else _method)(name, read_subject(model), extension, options)
+    name = get_method(name).name
+    request = ExtensionRequest(**vars(extension), method=None if extension.preset else name, options=options)
+    if request.method != name:
+        raise InvalidRequestError(f"preset {extension.preset!r} is of {request.method}, not of {name}.")
+    subject = read_subject(model)
+    explanation = _encoding(name, subject, extension, options) if instead_of_rope else _method(subject, request)
     return explanation.text(text_width())
 
 
-def _method(name: str, subject: Subject, extension: ExtensionConfig, options: dict[str, Any]) -> Explanation:
+def _method(subject: Subject, request: ExtensionRequest) -> Explanation:
     from hf_posenc.explain.explanations import explain_method
     from hf_posenc.families.family_data import attention_capabilities
     from hf_posenc.families.refusals import TAKE_STATIC
     from hf_posenc.patching.request import resolve
 
-    request = {**vars(extension), "rope_scaling": None}
-    resolved = resolve(subject.config, ExtensionRequest.of(method=get_method(name).name, **request, **options))
+    resolved = resolve(subject.config, request)
     refusal = attention_capabilities().get(subject.config.model_type)
     if resolved.method.needs_hf_posenc and refusal is not None:
         raise refusal.error(resolved.method.name, TAKE_STATIC)

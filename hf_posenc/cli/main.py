@@ -9,7 +9,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from hf_posenc.cli.demo import demo
 from hf_posenc.cli.doctor import doctor
@@ -24,6 +23,7 @@ from hf_posenc.cli.plan import plan
 from hf_posenc.cli.report import report
 from hf_posenc.cli.shared_arguments import TRACEBACK, TRACEBACK_HELP, first_line
 from hf_posenc.errors import HfPosencError, UnknownNameError, arguments_named_as_flags
+from hf_posenc.version import __version__
 
 _EXAMPLES = """\
 examples:
@@ -98,7 +98,7 @@ def _command(words: list[str]) -> int | None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
-    parser.add_argument("--version", action="version", version=f"hf-posenc {_version()}")
+    parser.add_argument("--version", action="version", version=f"hf-posenc {__version__}")
     parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     own = next((index + 1 for index, word in enumerate(words) if not word.startswith("-")), len(words))
     # After the command, so that a launcher's processes get it too; once.
@@ -115,13 +115,6 @@ def _in_words(error: BaseException) -> str:
         where = f"{str(error.filename)!r} cannot be used: " if error.filename is not None else ""
         return f"{where}{error.strerror.lower()}."
     return str(error)
-
-
-def _version() -> str:
-    try:
-        return version("hf_posenc")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "(not installed)"
 
 
 if __name__ == "__main__":

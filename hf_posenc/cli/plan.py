@@ -11,10 +11,13 @@ from hf_posenc.cli.shared_arguments import MODEL, parse
 from hf_posenc.utils.units import ContextLength, MemorySize, TokenCount
 
 # Of the training that is planned, and what goes to ``plan`` by the same name.
-_SETTINGS = ("lora", "gradient_checkpointing", "bf16", "per_device_train_batch_size", "gradient_accumulation_steps")
+_SETTINGS = (
+    *("lora", "gradient_checkpointing", "packing", "bf16"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+)
 _SHARED = (
     *("gpu_memory", "gpus", "training", "token_budget", "original_max_position_embeddings", "server", "dtype"),
-    *("whole_documents", "tokens_per_second", "tflops", "sliding_window"),
+    *("tokens_per_second", "tflops", "sliding_window"),
 )
 
 
@@ -72,11 +75,9 @@ class PlanArguments:
     gradient_accumulation_steps: int | None = field(
         default=None, metadata={"help": "forward passes per optimizer step; default: as in finetune"}
     )
-    whole_documents: bool = field(
-        default=False,
-        metadata={
-            "help": "every training block is one document, so that attention needs no mask of size block x block"
-        },
+    packing: bool = field(
+        default=True,
+        metadata={"help": "false: each training block is one document, and attention needs no mask of block x block"},
     )
     tokens_per_second: float | None = field(
         default=None, metadata={"help": "measured training speed at the planned length, to compute the hours"}
@@ -102,20 +103,12 @@ def plan(argv: Sequence[str]) -> None:
     from hf_posenc.planning.planner import plan as make_plan
     from hf_posenc.planning.text import plan_text
     from hf_posenc.training.config import FinetuneConfig
-    from hf_posenc.training.recipes import get_recipe
 
     settings = {name: getattr(what, name) for name in _SETTINGS if getattr(what, name) != getattr(PlanArguments, name)}
-    run, load_in_4bit = None, False
+    run = None
     if what.recipe is not None:
         run = FinetuneConfig.from_recipe(what.recipe, output_dir="plan", **settings)
-        load_in_4bit = bool(get_recipe(what.recipe).loading.get("load_in_4bit"))
     elif settings:
         run = FinetuneConfig("plan", **settings)
-    made = make_plan(
-        given.model,
-        what.context_length,
-        run=run,
-        load_in_4bit=load_in_4bit,
-        **{name: getattr(what, name) for name in _SHARED},
-    )
+    made = make_plan(given.model, what.context_length, run=run, **{name: getattr(what, name) for name in _SHARED})
     print(json.dumps(made.as_dict(), indent=2) if what.json else plan_text(made))

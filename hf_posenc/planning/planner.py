@@ -107,11 +107,6 @@ class Plan:
         return None if self.gpu_memory is None or not self.training_options else self.option.fits(self.gpu_memory)
 
     @property
-    def inference(self) -> int:
-        """Bytes of the weights and one sequence's cache."""
-        return self.model.weight_bytes + self.kv_cache
-
-    @property
     def hours(self) -> float | None:
         """Of training; None where the speed is not known."""
         return None if self.tokens_per_second is None else self.token_budget / self.tokens_per_second / 3600
@@ -123,7 +118,6 @@ class Plan:
             shown[name] = None if shown[name] is None else dataclasses.asdict(shown[name])
         return {
             **shown,
-            "inference": self.inference,
             "hours": self.hours,
             "dtype": self.model.dtype,
             "fitting": None if self.fitting is None else self.fitting.as_dict(),
@@ -150,8 +144,6 @@ def plan(
     original_max_position_embeddings: int | None = None,
     server: bool = False,
     run: FinetuneConfig | None = None,
-    load_in_4bit: bool = False,
-    whole_documents: bool = False,
     tokens_per_second: float | None = None,
     tflops: float | None = None,
     dtype: str | torch.dtype = "auto",
@@ -164,15 +156,13 @@ def plan(
         context_length: Tokens the model is to read.
         gpu_memory: Bytes of one device, or such as ``"24GB"``.
         gpus: Devices of that memory.
-        training: Say too what it takes to train, which takes seconds; so do ``token_budget``, ``run``,
-            ``load_in_4bit``, ``whole_documents``, and both speeds.
+        training: Say too what it takes to train, which takes seconds; so do ``token_budget``, ``run``, and both
+            speeds.
         token_budget: Tokens to train on; None: whether to train is part of the answer, and costs are for those of
             ``run``.
         original_max_position_embeddings: Tokens it was trained on, where the config does not say it, or wrongly.
         server: Only rules that servers run.
         run: Settings of the training that is counted; None: ``finetune``'s.
-        load_in_4bit: It begins with weights in 4 bits, of which it trains adapters.
-        whole_documents: Every block is of one document (``packing=False``), so that attention needs no mask.
         tokens_per_second: Measured speed of training at the target.
         tflops: Sustained speed of the device, in 10^12 operations a second.
         dtype: Dtype of the weights: ``"auto"`` is the checkpoint's own where ``gpu_memory`` is given, else
@@ -188,7 +178,7 @@ def plan(
         raise InvalidRequestError(f"gpus must be a whole number of devices, at least 1, got {gpus!r}.")
     _check(context_length, token_budget, original_max_position_embeddings, tokens_per_second, tflops)
     memory = None if gpu_memory is None else MemorySize(gpu_memory)
-    implied = (token_budget, run, load_in_4bit or None, whole_documents or None, tokens_per_second, tflops)
+    implied = (token_budget, run, tokens_per_second, tflops)
     with_training = training or any(one is not None for one in implied)
     run = run or FinetuneConfig("plan")
     config = model if isinstance(model, PreTrainedConfig) else read_config(model)
@@ -211,7 +201,7 @@ def plan(
     original = _known_original(facts)
     if with_training:
         run = _with_given(run, token_budget, original_max_position_embeddings)
-        if whole_documents or (facts.unmasked and run.task_mix is None):
+        if facts.unmasked and run.task_mix is None:
             run = dataclasses.replace(run, packing=False)
         refuse_conflicts(Combination(run, Launch(), unmasked=facts.unmasked, method=run.method))  # as finetune does
     situation = Situation(
@@ -235,7 +225,6 @@ def plan(
             run,
             _block(run, context_length, original),
             original,
-            load_in_4bit=load_in_4bit,
             gpus=gpus,
             gpu_memory=memory,
             unmasked=facts.unmasked,

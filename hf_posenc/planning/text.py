@@ -211,13 +211,10 @@ def flags_of(option: TrainingOption, *, on_scaled: bool = False, dtype: str | No
         on_scaled: The model has a scaling, which the new one is to replace.
         dtype: What the weights are loaded in; None leaves it to the checkpoint and the machine.
     """
-    run, usual, loading = option.run, _usual(), {}
+    run, usual = option.run, _usual()
     if run.recipe is not None:
-        recipe = get_recipe(run.recipe)
-        usual, loading = {**usual, **recipe.values, "recipe": None}, dict(recipe.loading)
+        usual |= {**get_recipe(run.recipe).values, "recipe": None}
     given = {name: vars(run)[name] for name in usual if vars(run)[name] != usual[name] and name not in _NOT_FLAGS}
-    if option.load_in_4bit and not loading.get("load_in_4bit"):
-        given["load_in_4bit"] = True
     if on_scaled:
         given["on_scaled"] = "replace"
     if dtype is not None:

@@ -144,7 +144,6 @@ def training_options(
     seq_len: int,
     original: int,
     *,
-    load_in_4bit: bool = False,
     gpus: int = 1,
     gpu_memory: int | None = None,
     unmasked: Mapping[str, int] = MappingProxyType({}),
@@ -159,12 +158,12 @@ def training_options(
         run: What was requested.
         seq_len: Tokens of a block: the target length, unless something else was requested.
         original: The original length, that of PoSE's window.
-        load_in_4bit: Adapters are to be trained on weights in 4 bits.
         gpus, gpu_memory: Devices, and bytes of each. Of several, each way for one is followed by those that share
             weights and blocks out to all of them.
         unmasked: What ``unmasked_layers`` says of the model: such layers need whole sequences.
     """
     num_layers = int(text_config(config).num_hidden_layers)
+    load_in_4bit = run.recipe is not None and bool(get_recipe(run.recipe).loading.get("load_in_4bit"))
 
     def option(
         name: str, run: FinetuneConfig, length: int, masked: bool = False, in_4bit: bool = load_in_4bit
@@ -208,7 +207,7 @@ def training_options(
             yield from shared_out(whole, num_layers, gpus, unmasked)
         yield option(LORA_4BIT, on_4bit, seq_len, in_4bit=True)
     if original < seq_len and run.position_schedule == "full":
-        windows = has_windows(config)  # in which a skip has to be masked
+        windows = has_windows(text_config(config))  # in which a skip has to be masked
         if not run.lora:
             window = option(POSE, dataclasses.replace(run, position_schedule="pose"), original, windows)
             yield window

@@ -159,8 +159,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_peak_memory_is_what_plan_predicts(way: str, packed: bool, cuda_only: torch.device) -> None:
     """Within 20 %: ``plan`` counts the CPU's kernels, and CUDA's keep other things for the backward pass."""
-    run = FinetuneConfig("unused", **WAYS[way])
-    predicted = plan(CONFIG, 4096, run=run, whole_documents=not packed).training_options[0]
+    run = FinetuneConfig("unused", packing=packed, **WAYS[way])
+    predicted = plan(CONFIG, 4096, run=run).training_options[0]
     assert predicted.seq_len == 4096
     measured = measure_training(CONFIG, run, 4096, steps=2, packed=packed)
     assert predicted.memory.peak / MIB == pytest.approx(measured.peak / MIB, rel=0.2)

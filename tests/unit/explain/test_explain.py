@@ -50,6 +50,13 @@ def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
     return run
 
 
+def test_a_preset_is_explained_by_the_name_of_its_method(explain: Explain, config_only: Callable[..., Path]) -> None:
+    sizes = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1e6}
+    words = ("--preset", "qwen3-yarn-4x", "--model", config_only(**sizes))
+    assert explain("yarn", *words).startswith("yarn x4: 32k -> 128k tokens\n")
+    assert "is of yarn, not of ntk" in explain("ntk", *words, code=2)
+
+
 @pytest.fixture
 def config_only(tmp_path: Path) -> Callable[..., Path]:
     """Make a folder with a config and no weights."""

@@ -542,6 +542,7 @@ def test_the_command_line_prints_or_says_why_not(tmp_path: Path, capsys: pytest.
             [str(path), "--to", "vllm", "--api-key", "x", "--probe-length", "9k"],
             "--probe-length and --api-key are for --verify",
         ),
+        ([str(path), "--to", "vllm", "--dtype", "float32"], "--dtype are for --verify"),
         ([str(path), "--to", "vllm", "--output", "a.gguf"], "--base and --output are for --to gguf"),
         ([str(path), "--to", "gguf"], "--to gguf needs --output"),
     ):

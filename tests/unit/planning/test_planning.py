@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DynamicCache,
+    Gemma3Config,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -189,6 +190,12 @@ def test_the_first_way_that_fits_is_taken() -> None:
     assert [way.name for way in short] == ["as requested", "gradient checkpointing", "LoRA", "4-bit LoRA"]
 
 
+def test_windows_of_the_text_model_cost_a_mask_where_positions_skip() -> None:
+    config = Gemma3Config(text_config={**TINY_SIZES, "sliding_window": 32}, vision_config={"num_hidden_layers": 1})
+    ways = training_options(config, FinetuneConfig("unused", lora=True, bf16=True, packing=False), 1024, 64)
+    assert {way.packed for way in ways if way.name.startswith("PoSE")} == {True}
+
+
 def test_of_a_way_that_is_far_too_much_only_the_least_is_said() -> None:
     config = LlamaConfig(**TINY_SIZES)
     ways = list(training_options(config, RUN, 1024, 64, gpu_memory=RESERVE + 1000))
@@ -210,7 +217,7 @@ def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callab
     model = tiny_llama(num_hidden_layers=1, max_position_embeddings=4096)
     run = FinetuneConfig.from_recipe(recipe, output_dir="unused", context_length=8192)
     in_4bit = bool(RECIPES[recipe].loading.get("load_in_4bit"))
-    first = plan(model.config, 8192, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).training_options[0]
+    first = plan(model.config, 8192, gpu_memory="24GB", run=run).training_options[0]
     fitted = with_recipe(run, ModelFacts.of(RotaryModel(model)))
     assert first.seq_len == (fitted.seq_len or (8192 if fitted.position_schedule == "full" else 4096))
     assert (first.run, first.load_in_4bit) == (run, in_4bit)
@@ -248,7 +255,7 @@ def test_finetune_reads_the_command_of_each_way_as_that_way(gpus: int, monkeypat
             "--token-budget 300k --original-max-position-embeddings 128",
             {"token_budget": 300_000, "original_max_position_embeddings": 128},
         ),
-        ("--dtype bfloat16 --gpu-memory 24GB --whole-documents", {"packing": False}),
+        ("--dtype bfloat16 --gpu-memory 24GB --packing false", {"packing": False}),
         ("--recipe qlora --token-budget 2M", {"recipe": "qlora", "token_budget": 2_000_000}),
         ("--recipe pose --gradient-accumulation-steps 4", {"gradient_accumulation_steps": 4}),
         ("--lora --bf16 true --per-device-train-batch-size 2", {"lora": True, "per_device_train_batch_size": 2}),

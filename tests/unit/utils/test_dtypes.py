@@ -235,10 +235,10 @@ def test_the_plan_counts_with_what_this_machine_computes_in(
     half_checkpoint: Path, cpu_with_bfloat16: Fake, native: bool
 ) -> None:
     cpu_with_bfloat16(native)
-    run = FinetuneConfig("unused", lora=True, gradient_checkpointing=True, position_schedule="pose")  # one row to count
-    small: dict[str, Any] = {"run": run, "whole_documents": True}
-    here, on_a_gpu = plan(half_checkpoint, 64, **small), plan(half_checkpoint, 64, gpu_memory="24GB", **small)
-    requested = plan(half_checkpoint, 64, dtype="bfloat16", **small)
+    one_row = {"lora": True, "gradient_checkpointing": True, "position_schedule": "pose", "packing": False}
+    run = FinetuneConfig("unused", **one_row)
+    here, on_a_gpu = plan(half_checkpoint, 64, run=run), plan(half_checkpoint, 64, gpu_memory="24GB", run=run)
+    requested = plan(half_checkpoint, 64, dtype="bfloat16", run=run)
     assert on_a_gpu.model.dtype == requested.model.dtype == "bfloat16"
     assert here.model.dtype == ("bfloat16" if native else "float32")
     times = 1 if native else 2
