@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_posenc.attention.interface import (
     FULL,
     INNER,
     PASS,
+    PositionalAttention,
     attention_of,
     drop_attention,
     register,
@@ -38,12 +40,60 @@ AHEAD = "a layer attends to later tokens (is_causal is False), and the method is
 
 
 @dataclass
-class InstalledAttention:
-    """The changes made by replacing the attention, to undo them."""
+class Installed:
+    """The changes that were made in a model to run a rule that no rotary module can hold, to undo them.
 
-    attention: RotatingAttention
-    implementation: str
+    Attributes:
+        applied_by: What the layers attend by, or whose hooks add positions to the embeddings.
+        implementation: The attention implementation in use before; None if it is still in use.
+        hooks: Those of the decoder and its parts.
+    """
+
+    applied_by: Any
+    implementation: str | None
     hooks: list[RemovableHandle]
+
+    def problem(self, rotary: RotaryModel) -> str | None:
+        """Return the part of it that is no longer in place; None if all of it is."""
+        config = rotary.text_config
+        if self.implementation is not None and config._attn_implementation != PREFIX + self.implementation:
+            return f"the attention implementation is {config._attn_implementation!r}"
+        if looks_ahead(rotary):
+            return AHEAD
+        if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in self.hooks):
+            return "a hook of the decoder is gone"
+        return None
+
+    def remove(self, rotary: RotaryModel) -> None:
+        """Undo it."""
+        for hook in self.hooks:
+            hook.remove()
+        if self.implementation is not None:
+            for config in rotary.text_configs:
+                config._attn_implementation = self.implementation
+            for module in rotary.model.modules():
+                drop_attention(module)
+
+
+class InstalledAttention(Installed):
+    """A ``RotatingAttention`` by which all layers attend."""
+
+    def problem(self, rotary: RotaryModel) -> str | None:
+        attention = self.applied_by
+        if (found := super().problem(rotary)) is not None:
+            return found
+        if any(attention_of(module) is not attention for module in attention_layers(rotary.model)):
+            return "an attention layer has lost what it attends by"
+        if not torch.allclose(attention.plain.double().cpu(), plain_frequencies(attention.spec), rtol=1e-5, atol=0):
+            return "the frequencies it rotates by are not the model's"
+        for name, module in rotary.rotary_modules.items():
+            buffer: Any = module._buffers[f"{rotary.prefix}inv_freq"]
+            if not buffer.is_meta and not torch.equal(buffer.cpu(), attention.plain.cpu()):
+                return (
+                    f"{name} rotates queries and keys by other frequencies than the model's, which the attention "
+                    "counts on"
+                )
+        return None
 
 
 def check_attention(rotary: RotaryModel, extension: Extension) -> Rotation:
@@ -164,73 +214,33 @@ def install_attention(
     method = extension.method
     assert isinstance(method, AttentionMethod), method
     before = read_before(rotary, text_layers(rotary), min(SHORT, method.plain_until(extension.spec)))
-    installed = set_up_attention(rotary, extension, saved.buffers[f"{rotary.prefix}inv_freq"], rotation)
+    config = rotary.text_config
+    inner = config._attn_implementation
+    attention = RotatingAttention(extension, inner, saved.buffers[f"{rotary.prefix}inv_freq"], rotation)
+    hooks = attend_by(rotary, attention, lambda module: layer_kind(module, config))
+    installed = InstalledAttention(attention, inner, hooks)
     try:
-        check_installed(rotary, installed.attention, saved, before)
+        check_installed(rotary, attention, saved, before)
     except Exception:
-        remove_attention(rotary, installed)
+        installed.remove(rotary)
         raise
     return installed
 
 
-def set_up_attention(
-    rotary: RotaryModel, extension: Extension, plain: torch.Tensor, rotation: Rotation
-) -> InstalledAttention:
-    """Give every attention layer of a model what it attends by.
-
-    Args:
-        rotary: The model.
-        extension: The rule.
-        plain: The float32 frequencies the model was trained with.
-        rotation: How the family rotates.
-    """
+def attend_by(
+    rotary: RotaryModel, attention: PositionalAttention[Any], kind_of: Callable[[nn.Module], str]
+) -> list[RemovableHandle]:
+    """Give every attention layer of a model what it attends by, and its kind; return the hooks of the decoder."""
     register()
-    config = rotary.text_config
-    inner = config._attn_implementation
-    attention = RotatingAttention(extension, inner, plain, rotation)
     for module in attention_layers(rotary.model):
-        set_attention(module, attention, layer_kind(module, config))
-    for each in rotary.text_configs:
-        each._attn_implementation = PREFIX + inner
-    hooks = [
+        set_attention(module, attention, kind_of(module))
+    for config in rotary.text_configs:
+        config._attn_implementation = PREFIX + attention.inner
+    return [
         rotary.decoder.register_forward_pre_hook(attention.enter, with_kwargs=True),
         rotary.rotary_module.register_forward_pre_hook(attention.note_positions, with_kwargs=True),
         rotary.decoder.register_forward_hook(attention.leave, always_call=True),
     ]
-    return InstalledAttention(attention, inner, hooks)
-
-
-def remove_attention(rotary: RotaryModel, installed: InstalledAttention) -> None:
-    """Undo ``set_up_attention``."""
-    for hook in installed.hooks:
-        hook.remove()
-    for each in rotary.text_configs:
-        each._attn_implementation = installed.implementation
-    for module in rotary.model.modules():
-        drop_attention(module)
-
-
-def attention_problem(rotary: RotaryModel, installed: InstalledAttention) -> str | None:
-    """Return the part of the attention that is no longer in place; None if all of it is."""
-    config = rotary.text_config
-    if config._attn_implementation != PREFIX + installed.implementation:
-        return f"the attention implementation is {config._attn_implementation!r}"
-    if looks_ahead(rotary):
-        return AHEAD
-    if any(attention_of(module) is not installed.attention for module in attention_layers(rotary.model)):
-        return "an attention layer has lost what it attends by"
-    if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in installed.hooks):
-        return "a hook of the decoder is gone"
-    expected = plain_frequencies(installed.attention.spec)
-    if not torch.allclose(installed.attention.plain.double().cpu(), expected, rtol=1e-5, atol=0):
-        return "the frequencies it rotates by are not the model's"
-    for name, module in rotary.rotary_modules.items():
-        buffer: Any = module._buffers[f"{rotary.prefix}inv_freq"]
-        if not buffer.is_meta and not torch.equal(buffer.cpu(), installed.attention.plain.cpu()):
-            return (
-                f"{name} rotates queries and keys by other frequencies than the model's, which the attention counts on"
-            )
-    return None
 
 
 def has_positions(layer: nn.Module) -> bool:

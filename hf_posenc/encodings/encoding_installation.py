@@ -8,21 +8,19 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.attention.inner import PREFIX
 from hf_posenc.attention.installation import (
-    AHEAD,
+    Installed,
+    attend_by,
     attends_to_text,
     attention_layers,
     goes_through_interface,
     has_positions,
-    looks_ahead,
     refusal_of_family,
     refusal_of_settings,
 )
-from hf_posenc.attention.interface import CROSS, FULL, PASS, count_layers, drop_attention, register, set_attention
+from hf_posenc.attention.interface import CROSS, FULL, PASS
 from hf_posenc.attention.self_check import probe
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.encoding_attention import EncodingAttention
@@ -41,51 +39,26 @@ _PROBE_TOKENS = 5
 
 
 @dataclass
-class InstalledEncoding:
-    """The changes made by installing an encoding, to undo them.
+class InstalledEncoding(Installed):
+    """An encoding that is applied in all layers, or before the first.
 
     Attributes:
         encoding: The module, with its parameters.
-        applied_by: What the layers attend by, or whose hooks add positions to the embeddings.
-        implementation: The attention implementation in use before; None if it is still in use.
-        hooks: Those of the decoder and its parts.
     """
 
     encoding: nn.Module
-    applied_by: EncodingAttention | AbsolutePositions
-    implementation: str | None
-    hooks: list[RemovableHandle]
 
     def problem(self, rotary: RotaryModel) -> str | None:
-        """Return the part of the encoding that is no longer in place; None if all of it is."""
-        config = rotary.text_config
         if getattr(rotary.decoder, MODULE, None) is not self.encoding:
             return f"the decoder has lost its {MODULE}"
-        if self.implementation is not None and config._attn_implementation != PREFIX + self.implementation:
-            return f"the attention implementation is {config._attn_implementation!r}"
-        if looks_ahead(rotary):
-            return AHEAD
-        if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in self.hooks):
-            return "a hook of the decoder is gone"
         [(name, module)] = rotary.rotary_modules.items()
         for buffer, frequencies in module.named_buffers():
             if buffer.endswith("inv_freq") and not frequencies.is_meta and frequencies.any():
                 return f"{name} still rotates queries and keys ({buffer})"
-        return None
-
-    def layers(self, model: PreTrainedModel) -> int:
-        """Return the number of attention layers that apply it; 0 where it is added to the embeddings."""
-        return count_layers(model, self.applied_by) if isinstance(self.applied_by, EncodingAttention) else 0
+        return super().problem(rotary)
 
     def remove(self, rotary: RotaryModel) -> None:
-        """Undo ``install_encoding``."""
-        for hook in self.hooks:
-            hook.remove()
-        if self.implementation is not None:
-            for config in rotary.text_configs:
-                config._attn_implementation = self.implementation
-            for module in rotary.model.modules():
-                drop_attention(module)
+        super().remove(rotary)
         delattr(rotary.decoder, MODULE)
 
 
@@ -208,25 +181,17 @@ def _before_layers(rotary: RotaryModel, encoding: AddedToEmbeddings) -> Installe
         decoder.register_forward_pre_hook(added.number, with_kwargs=True),
         first_layer(model, names[attention]).register_forward_pre_hook(added.add, with_kwargs=True),
     ]
-    return InstalledEncoding(encoding, added, None, hooks)
+    return InstalledEncoding(added, None, hooks, encoding)
 
 
 def _in_attention(rotary: RotaryModel, encoding: Any) -> InstalledEncoding:
-    register()
     inner = rotary.text_config._attn_implementation
     attention = EncodingAttention(encoding, inner)
-    for module in attention_layers(rotary.model):
-        set_attention(
-            module, attention, (FULL if has_positions(module) else PASS) if attends_to_text(module) else CROSS
-        )
-    for config in rotary.text_configs:
-        config._attn_implementation = PREFIX + inner
-    hooks = [
-        rotary.decoder.register_forward_pre_hook(attention.enter, with_kwargs=True),
-        rotary.rotary_module.register_forward_pre_hook(attention.note_positions, with_kwargs=True),
-        rotary.decoder.register_forward_hook(attention.leave, always_call=True),
-    ]
-    return InstalledEncoding(encoding, attention, inner, hooks)
+
+    def kind_of(module: nn.Module) -> str:
+        return (FULL if has_positions(module) else PASS) if attends_to_text(module) else CROSS
+
+    return InstalledEncoding(attention, inner, attend_by(rotary, attention, kind_of), encoding)
 
 
 def _check_applied(rotary: RotaryModel, applied_by: EncodingAttention | AbsolutePositions, num_tokens: int) -> None:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from hf_posenc.attention.installation import attention_problem, check_attention, install_attention, remove_attention
+from hf_posenc.attention.installation import check_attention, install_attention
 from hf_posenc.attention.interface import count_layers
-from hf_posenc.encodings.encoding_installation import check_encoding, install_encoding
+from hf_posenc.encodings.encoding_installation import InstalledEncoding, check_encoding, install_encoding
 from hf_posenc.errors import (
     AlreadyExtendedError,
     InvalidRequestError,
@@ -211,9 +211,9 @@ def install_extension(
     carry_extension(rotary.model)
     try:
         if extension.method.is_encoding:
-            record.encoding = install_encoding(rotary, extension)
+            record.installed = install_encoding(rotary, extension)
         elif rotation is not None:
-            record.attention = install_attention(rotary, extension, next(iter(values.values())), rotation)
+            record.installed = install_attention(rotary, extension, next(iter(values.values())), rotation)
         verified = _verify(rotary, rtol=None)
     except (RotaryMismatchError, UnsupportedModelError):
         unpatch_model(rotary.wrapped)
@@ -245,10 +245,8 @@ def unpatch_model(model: ModelT) -> ModelT:
         raise InvalidRequestError(
             "model is not patched: there is nothing to undo. A checkpoint saved extended stays extended."
         )
-    if record.attention is not None:
-        remove_attention(rotary, record.attention)
-    if record.encoding is not None:
-        record.encoding.remove(rotary)
+    if record.installed is not None:
+        record.installed.remove(rotary)
     for name, module in rotary.rotary_modules.items():
         restore_rotary(module, record.rotary[name])
     for name, scale in record.scales.items():
@@ -326,8 +324,8 @@ def unpatched(model: ModelT) -> Iterator[ModelT]:
             patch_as_described(model, extension.describe(), extension.sliding_window, tokenizer=tokenizer)
         for config, mark in zip(rotary.text_configs, marks, strict=True):
             setattr(config, MARK, mark)
-        if record.encoding is not None:  # which may have learned something
-            rotary.record.encoding.encoding.load_state_dict(record.encoding.encoding.state_dict())
+        if isinstance(record.installed, InstalledEncoding):  # which may have learned something
+            rotary.record.installed.encoding.load_state_dict(record.installed.encoding.state_dict())
 
 
 def verify_model(model: nn.Module | RotaryModel) -> Verification:
@@ -348,15 +346,10 @@ def verify_model(model: nn.Module | RotaryModel) -> Verification:
 
 def _verify(rotary: RotaryModel, rtol: float | None) -> Verification:
     model, record, layers = rotary.model, rotary.record, 0
-    if record is not None and (record.attention is not None or record.encoding is not None):
-        problem = (
-            attention_problem(rotary, record.attention)
-            if record.attention is not None
-            else record.encoding.problem(rotary)
-        )
-        if problem is not None:
+    if record is not None and record.installed is not None:
+        if (problem := record.installed.problem(rotary)) is not None:
             raise RotaryMismatchError(f"{record.extension.method.name} is no longer in place: {problem}.")
-        layers = record.encoding.layers(model) if record.encoding else count_layers(model, record.attention.attention)
+        layers = count_layers(model, record.installed.applied_by)
     extension = extension_of(rotary)
     if extension is not None and extension.method.is_encoding:
         return Verification(extension.describe(), (), layers)

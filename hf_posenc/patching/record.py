@@ -22,8 +22,7 @@ from hf_posenc.patching.lengths import LENGTH_KEYS, MARK
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-    from hf_posenc.attention.installation import InstalledAttention
-    from hf_posenc.encodings.encoding_installation import InstalledEncoding
+    from hf_posenc.attention.installation import Installed
 
 # What an extension may change of a text config; absent values stay absent.
 CONFIG_VALUES = (
@@ -55,8 +54,7 @@ class PatchRecord:
         rotary: The state of each rotary module before, by name.
         scales: The softmax scale of each attention module that has another now, before.
         config_values: ``CONFIG_VALUES`` of each text config before.
-        attention: What a staged or distance method put into the attention.
-        encoding: What an encoding put into the model.
+        installed: What a method that runs in attention, or an encoding, put into the model.
         tokenizer: One whose limit was set, and its limit before.
         generation_max_length: ``generation_config.max_length`` before; None if it was not changed.
         carried_before: The model was loaded extended: it is saved so without this patch too.
@@ -66,8 +64,7 @@ class PatchRecord:
     rotary: dict[str, SavedRotary]
     scales: dict[str, float]
     config_values: list[dict[str, Any]]
-    attention: InstalledAttention | None = None
-    encoding: InstalledEncoding | None = None
+    installed: Installed | None = None
     tokenizer: tuple[PreTrainedTokenizerBase, int] | None = None
     generation_max_length: int | None = None
     carried_before: bool = False
