@@ -89,7 +89,7 @@ def evaluate(argv: Sequence[str]) -> None:
     refuse_given(what, _usual(what), ("budget", "dry_run"), "is for --method auto; leave it out, or give that method")
     rows = rows_to_measure(what.method, extension, parse_options(options.option))
     settings = retrieval_settings(what, prompts) if prompts.tasks else perplexity_settings(what, prompts)
-    settings["documents"] = None if prompts.tasks and not source.documents else source.texts()
+    settings["documents"] = None if prompts.tasks and not source.documents else source.stream().texts()
     settings["model_name"] = what.model_name or given.model
     settings["command"] = shlex.join(["hf-posenc", "eval", *argv])
     from hf_posenc.checkpoint.loading import load_model, read_tokenizer

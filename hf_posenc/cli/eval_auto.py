@@ -30,7 +30,7 @@ def choose_method(name: str, what: CompareConfig, source: DocumentArguments, loa
         loading: How the model is loaded.
     """
     what.check()
-    documents = source.texts()
+    documents = source.stream().texts()
     from hf_posenc.checkpoint.loading import load_model
     from hf_posenc.comparing.comparison import make_plan, measure
     from hf_posenc.comparing.recommending import recommend

@@ -144,9 +144,11 @@ def run_finetune(
     )
     planned()
     streamed = source.streaming and source.documents != "-"
-    documents: Iterable[Any] = source.stream() if streamed else source.examples()
+    documents: Iterable[Any] = source.stream(whole=False) if streamed else source.stream().all()
+    if (first := next(iter(documents), None)) is None:  # of a stream
+        raise InvalidRequestError(f"{source.documents!r} holds no text.")
     special = config.assistant_only_loss or config.completion_only_loss or config.task_mix is not None
-    if special or not isinstance(next(iter(documents)), str):
+    if special or not isinstance(first, str):
         tokenizer = _tokenizer_of(name, chat_template)
         tokenize = ExampleTokenizer(
             tokenizer, assistant_only_loss=config.assistant_only_loss, completion_only_loss=config.completion_only_loss
@@ -154,7 +156,7 @@ def run_finetune(
         if isinstance(documents, list):
             documents = read_tokens(tokenize, documents)
         else:  # a stream is read later, but its first document has to suit
-            tokenize(next(iter(documents)), "document 0")
+            tokenize(first, "document 0")
     if config.task_mix is not None:  # a stream is read twice, as far as the budget goes
         planned(texts=(tokenizer, documents))
     is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's or accelerate's processes

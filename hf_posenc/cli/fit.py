@@ -76,7 +76,7 @@ def fit(argv: Sequence[str]) -> None:
     output = Path(where.output).expanduser()
     work_dir = output.with_name(f"{output.name}.work")
     check_work_folder(work_dir, WORK_FILES)
-    documents = source.texts()
+    documents = source.stream().texts()
     from hf_posenc.checkpoint.loading import check_path, load_model
     from hf_posenc.fitting.cost import cost_in_words
     from hf_posenc.fitting.fitting import fit_method, texts_to_fit

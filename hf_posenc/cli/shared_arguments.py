@@ -23,7 +23,6 @@ from hf_posenc.errors import HfPosencError, InvalidRequestError, add_flags, argu
 from hf_posenc.utils.units import ContextLength, Duration, MemorySize, Percent, TokenCount
 
 if TYPE_CHECKING:
-    from hf_posenc.data.columns import Document
     from hf_posenc.data.reading import DocumentStream
     from hf_posenc.publishing.repository import Repository
 
@@ -99,49 +98,19 @@ class DocumentArguments:
     split: str = field(default="train", metadata={"help": "split of a dataset"})
     config_name: str | None = field(default=None, metadata={"help": "configuration of a dataset"})
 
-    def texts(self) -> list[str]:
-        """Return all texts.
+    def stream(self, *, whole: bool = True) -> DocumentStream:
+        """Return the documents, to be read; ``whole`` as for ``DocumentStream``.
 
         Raises:
-            OSError, ValueError: There are none, they are chats, or they cannot be read.
-        """
-        from hf_posenc.data.reading import read_documents
-
-        return read_documents(self._named(), **self._of_dataset())
-
-    def examples(self) -> list[Document]:
-        """Return all texts, chats, and prompts with answers.
-
-        Raises:
-            OSError, ValueError: There are none, or they cannot be read.
+            ValueError: No documents were named.
         """
         from hf_posenc.data.reading import DocumentStream
 
-        return DocumentStream(self._named(), **self._of_dataset(), whole=True).all()
-
-    def stream(self) -> DocumentStream:
-        """Return an iterable that reads them one by one, each when it is needed.
-
-        Raises:
-            OSError, ValueError: As for ``examples``.
-        """
-        from hf_posenc.data.reading import DocumentStream
-
-        examples = DocumentStream(self._named(), **self._of_dataset())
-        if next(iter(examples), None) is None:  # now, not once the model is loaded
-            raise InvalidRequestError(f"{self.documents!r} holds no text.")
-        return examples
-
-    def _named(self) -> str:
         if not self.documents:
             raise InvalidRequestError("the following arguments are required: --documents")
-        return self.documents
-
-    def _of_dataset(self) -> dict[str, Any]:
-        settings = {name: getattr(self, name) for name in ("text_field", "template", "split", "config_name")}
-        if self.template is not None:
-            settings["template"] = self.template.replace("\\n", "\n")  # which a shell leaves as two characters
-        return settings
+        # A shell leaves \n as two characters.
+        template = None if self.template is None else self.template.replace("\\n", "\n")
+        return DocumentStream(self.documents, self.text_field, self.split, self.config_name, template, whole)
 
 
 @dataclass

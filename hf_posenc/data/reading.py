@@ -33,63 +33,27 @@ _FORMS = (
 )
 
 
-def read_documents(
-    source: str | Path,
-    *,
-    text_field: str | Sequence[str] | None = None,
-    template: str | None = None,
-    split: str = "train",
-    config_name: str | None = None,
-) -> list[str]:
-    """Read whole documents from wherever the user keeps them.
+@dataclass(frozen=True)
+class DocumentStream:
+    """Whole documents from wherever the user keeps them, read as they are asked for; each loop begins anew.
 
-    Args:
+    They are texts, or as ``Columns.read`` returns them: chats, and prompts with answers. Those of blanks alone are left
+    out. Lines of a text end with a line feed, however they did in the source, and a byte order mark is left out. A
+    dataset is streamed: nothing is downloaded beyond what is read. Of a folder one file is held at a time.
+
+    Attributes:
         source: A text file (one document), a ``.jsonl``, ``.json``, ``.csv`` or ``.tsv`` file (one document a row), any
             of them compressed as ``.xz`` or ``.gz``, a ``.parquet`` file, a folder (each ``.txt`` or ``.md`` file one
             document, sorted by path), ``-`` for stdin (one document), ``novel:persuasion`` for a novel of this package,
             or else what ``datasets.load_dataset`` takes: a name on the Hub or a folder of parquet or jsonl files.
-        text_field, template: Which columns of a row are read; see ``Columns``. A prompt and its answer are one text.
+        text_field, template: Which columns of a row are read; see ``Columns``.
         split: The split of a dataset; ``test[:50]`` works too.
         config_name: The configuration of a dataset, for those that have several.
-
-    Returns:
-        The documents that hold more than blanks, in the order of the source. Their lines end with a line feed, however
-        they did in the source, and a byte order mark is left out.
-
-    Raises:
-        FileNotFoundError: ``source`` looks like a path and there is nothing.
-        ValueError: No text in it, no such column, chats, not UTF-8, a damaged .xz or .gz file, or no such dataset.
-    """
-    stream = DocumentStream(source, text_field, split, config_name, template, whole=True)
-    return [_as_text(document, str(source)) for document in stream.all()]
-
-
-def _as_text(document: Document, source: str) -> str:
-    if isinstance(document, str):
-        return document
-    parts = [document.get(name) for name in (PROMPT, COMPLETION)]
-    if not all(isinstance(part, str) for part in parts):
-        raise InvalidRequestError(
-            f"{source!r} holds chats, and texts are measured here: which tokens a chat becomes is the chat template's "
-            f"matter. Name a column of texts with {argument('text_field')}. Chats can be trained on: hf-posenc "
-            "finetune."
-        )
-    return "".join(map(str, parts))
-
-
-@dataclass(frozen=True)
-class DocumentStream:
-    """Documents of any source that ``read_documents`` takes, read as they are asked for; each loop begins anew.
-
-    They are texts, or as ``Columns.read`` returns them: chats, and prompts with answers. A dataset is streamed: nothing
-    is downloaded beyond what is read. Of a folder one file is held at a time.
-
-    Attributes:
-        source, text_field, split, config_name, template: As for ``read_documents``.
         whole: Do not stream a dataset; parts of splits (``train[:50]``) can be read only so.
 
     Raises:
-        ValueError, FileNotFoundError: As ``read_documents``, when they are read.
+        FileNotFoundError: When they are read: ``source`` looks like a path and there is nothing.
+        ValueError: When they are read: no such column, not UTF-8, a damaged .xz or .gz file, or no such dataset.
     """
 
     source: str | Path
@@ -114,6 +78,27 @@ class DocumentStream:
         if not documents:
             raise InvalidRequestError(f"{str(self.source)!r} holds no text. Give {_FORMS}.")
         return documents
+
+    def texts(self) -> list[str]:
+        """Return all of them as texts, a prompt and its answer as one.
+
+        Raises:
+            ValueError: There is none, or they are chats.
+        """
+        return [_as_text(document, str(self.source)) for document in self.all()]
+
+
+def _as_text(document: Document, source: str) -> str:
+    if isinstance(document, str):
+        return document
+    parts = [document.get(name) for name in (PROMPT, COMPLETION)]
+    if not all(isinstance(part, str) for part in parts):
+        raise InvalidRequestError(
+            f"{source!r} holds chats, and texts are measured here: which tokens a chat becomes is the chat template's "
+            f"matter. Name a column of texts with {argument('text_field')}. Chats can be trained on: hf-posenc "
+            "finetune."
+        )
+    return "".join(map(str, parts))
 
 
 def _holds_something(document: Document) -> bool:

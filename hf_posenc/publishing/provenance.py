@@ -155,7 +155,7 @@ class DocumentSource:
 
 
 def source_settings(documents: Any) -> dict[str, Any]:
-    """Return where documents come from, by the names of ``read_documents``' arguments; nothing if they do not say."""
+    """Return where documents come from, by the names of ``DocumentStream``'s fields; nothing if they do not say."""
     if not isinstance(documents, DocumentStream):
         return {}
     facts = {"documents": str(documents.source), "text_field": documents.text_field, "split": documents.split}
@@ -163,10 +163,10 @@ def source_settings(documents: Any) -> dict[str, Any]:
 
 
 def document_source(settings: Mapping[str, Any]) -> DocumentSource:
-    """Return the source that was named, by the names of ``read_documents``' arguments.
+    """Return the source that was named, by the names of ``DocumentStream``'s fields.
 
     Args:
-        settings: ``documents``, what ``read_documents`` takes as its source, with ``split`` and ``config_name``.
+        settings: ``documents``, a source of ``DocumentStream``, with ``split`` and ``config_name``.
     """
     name = str(settings.get("documents") or "")
     if not name:

@@ -122,8 +122,8 @@ def finetune(
             all of their tokens.
         tokens_trained: Tokens the model was fine-tuned on before, as its manifest says; counted on.
         source: More keys for ``run.toml``: where the command line read model and documents from. The model card names
-            the documents by it too: ``{"documents": "emozilla/pg19", "split": "train"}``, as ``read_documents`` takes
-            them.
+            the documents by it too: ``{"documents": "emozilla/pg19", "split": "train"}``, as
+            ``DocumentStream`` takes them.
 
     Raises:
         HubAccessError, HubUnreachableError: The repository to push to cannot be made or written to.

@@ -16,7 +16,7 @@ from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.cli.eval import EvalArguments
 from hf_posenc.cli.main import main
 from hf_posenc.cli.shared_arguments import parse
-from hf_posenc.data.reading import DocumentStream, read_documents
+from hf_posenc.data.reading import DocumentStream
 from hf_posenc.errors import argument, arguments_named_as_flags
 
 
@@ -197,10 +197,10 @@ def test_line_ends_of_other_systems_are_read_as_line_feeds(end: str, tmp_path: P
     plain, other = tmp_path / "plain.txt", tmp_path / "other.txt"
     plain.write_bytes("\n".join(lines).encode())
     other.write_bytes("\ufeff".encode() + end.join(lines).encode())
-    assert read_documents(other) == read_documents(plain) == list(DocumentStream(other))
+    assert DocumentStream(other).texts() == DocumentStream(plain).texts() == list(DocumentStream(other))
     rows = tmp_path / "rows.jsonl"
     rows.write_text(f'{{"text": "A line.{repr(end)[1:-1]}Another line."}}\n')
-    assert read_documents(rows) == ["A line.\nAnother line."]
+    assert DocumentStream(rows).texts() == ["A line.\nAnother line."]
 
 
 def test_perplexity_does_not_depend_on_line_ends(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_perplexity_does_not_depend_on_line_ends(tmp_path: Path) -> None:
     for name, end in (("unix", "\n"), ("windows", "\r\n")):
         file = tmp_path / f"{name}.txt"
         file.write_bytes(load_novel("persuasion")[:4000].replace("\n", end).encode())
-        (record,) = perplexity(model, read_documents(file), [256], tokenizer=tokenizer, progress=False)
+        (record,) = perplexity(model, DocumentStream(file).texts(), [256], tokenizer=tokenizer, progress=False)
         found.append(record.perplexity)
     assert found[0] == found[1] < 60
 

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,20 +14,24 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_posenc.assets import load_novel
-from hf_posenc.data.reading import DocumentStream, read_documents, tokenize_text
+from hf_posenc.data.reading import DocumentStream, tokenize_text
+
+
+def texts_of(source: str | Path, text_field: str | None = None, **columns: str) -> list[str]:
+    return DocumentStream(source, text_field, whole=True, **columns).texts()
 
 
 def test_text_file_is_one_document(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwö\n", encoding="utf-8")
-    assert read_documents(tmp_path / "a.txt") == ["one\ntwö\n"]
+    assert texts_of(tmp_path / "a.txt") == ["one\ntwö\n"]
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".xz", lzma.compress), (".gz", gzip.compress)])
 def test_compressed_files(tmp_path, suffix, compress):
     (tmp_path / f"a.txt{suffix}").write_bytes(compress(b"text"))
     (tmp_path / f"b.jsonl{suffix}").write_bytes(compress(b'{"text": "one"}\n{"text": "two"}\n'))
-    assert read_documents(tmp_path / f"a.txt{suffix}") == ["text"]
-    assert read_documents(str(tmp_path / f"b.jsonl{suffix}")) == ["one", "two"]
+    assert texts_of(tmp_path / f"a.txt{suffix}") == ["text"]
+    assert texts_of(str(tmp_path / f"b.jsonl{suffix}")) == ["one", "two"]
 
 
 @pytest.mark.parametrize("suffix", [".xz", ".gz"])
@@ -36,22 +41,22 @@ def test_damaged_compressed_files_are_named(tmp_path, suffix):
     for content in (b"no archive", whole[:-10], flipped):
         (tmp_path / f"a.txt{suffix}").write_bytes(content)
         with pytest.raises(ValueError, match=rf"a\.txt\{suffix}'.*\{suffix}"):
-            read_documents(tmp_path / f"a.txt{suffix}")
+            texts_of(tmp_path / f"a.txt{suffix}")
 
 
 def test_jsonl_has_a_document_per_line_and_keeps_line_separators_inside_strings(tmp_path):
     rows = [{"body": "first\u2028line\n"}, {"body": "  "}, {"body": "second"}]
     text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
-    assert read_documents(tmp_path / "a.jsonl", text_field="body") == ["first\u2028line\n", "second"]
+    assert texts_of(tmp_path / "a.jsonl", text_field="body") == ["first\u2028line\n", "second"]
     with pytest.raises(ValueError, match=r"1.*'text',.*;.*text_field=\['body'\]"):
-        read_documents(tmp_path / "a.jsonl")
+        texts_of(tmp_path / "a.jsonl")
 
 
 def test_broken_jsonl_names_the_line(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n{"text": ')
     with pytest.raises(ValueError, match="line 2 of"):
-        read_documents(tmp_path / "a.jsonl")
+        texts_of(tmp_path / "a.jsonl")
 
 
 def test_folder_gives_its_text_files_sorted(tmp_path):
@@ -59,18 +64,18 @@ def test_folder_gives_its_text_files_sorted(tmp_path):
     for name in ("b.txt", "a.md", "sub/c.txt", "ignored.bin"):
         (tmp_path / name).write_text(name)
     (tmp_path / "folder.txt").mkdir()  # not a text, whatever its name
-    assert read_documents(tmp_path) == ["a.md", "b.txt", "sub/c.txt"]
+    assert texts_of(tmp_path) == ["a.md", "b.txt", "sub/c.txt"]
 
 
 def test_stdin(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("typed text"))
-    assert read_documents("-") == ["typed text"]
+    assert texts_of("-") == ["typed text"]
 
 
 def test_packaged_novel():
-    assert read_documents("novel:persuasion") == [load_novel("persuasion")]
+    assert texts_of("novel:persuasion") == [load_novel("persuasion")]
     with pytest.raises(ValueError, match="unknown novel"):
-        read_documents("novel:ulysses")
+        texts_of("novel:ulysses")
 
 
 def test_dataset_folder_and_parquet_file(tmp_path, monkeypatch):
@@ -80,10 +85,10 @@ def test_dataset_folder_and_parquet_file(tmp_path, monkeypatch):
     rows = datasets.Dataset.from_dict({"text": ["one", "two", "three"], "n": [1, 2, 3]})
     (tmp_path / "data").mkdir()
     rows.to_parquet(tmp_path / "data" / "train.parquet")
-    assert read_documents(tmp_path / "data") == ["one", "two", "three"]
-    assert read_documents(tmp_path / "data" / "train.parquet", split="train[:2]") == ["one", "two"]
+    assert texts_of(tmp_path / "data") == ["one", "two", "three"]
+    assert texts_of(tmp_path / "data" / "train.parquet", split="train[:2]") == ["one", "two"]
     with pytest.raises(ValueError, match=r"'n'.*1 \(int\),"):
-        read_documents(tmp_path / "data", text_field="n")
+        texts_of(tmp_path / "data", text_field="n")
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -101,21 +106,21 @@ def test_tables_and_json_arrays_are_rows(tmp_path, suffix):
     assert list(DocumentStream(whole, ["question", "answer"])) == [{"prompt": "Two, and\ntwo?", "completion": "007"}]
     whole.write_text(json.dumps({"data": rows}, indent=2))
     with pytest.raises(ValueError, match=r"1.*'text'.*'data'"):
-        read_documents(whole)
+        texts_of(whole)
     pack = gzip.compress if suffix else bytes
     for name, content in contents.items():
         path = tmp_path / (name + suffix)
         path.write_bytes(pack(content.encode()))
         pairs = list(DocumentStream(path, ["question", "answer"]))
         assert pairs == [{"prompt": row["question"], "completion": row["answer"]} for row in rows], name
-        assert read_documents(path, text_field="answer") == ["007", "NA"]
-        assert read_documents(path, template="{question} - {answer}")[1] == 'Say "a" - NA'
+        assert texts_of(path, text_field="answer") == ["007", "NA"]
+        assert texts_of(path, template="{question} - {answer}")[1] == 'Say "a" - NA'
     long = "word " * 50_000  # more than Python's csv module takes by itself
     (tmp_path / "long.csv").write_text(f"text\n{long}\n")
-    assert read_documents(tmp_path / "long.csv") == [long]
+    assert texts_of(tmp_path / "long.csv") == [long]
     (tmp_path / "short.csv").write_text("a,b\n1,2\n3\n")
     with pytest.raises(ValueError, match=r"row 2 of .* has more or fewer values than the first line has names"):
-        read_documents(tmp_path / "short.csv", text_field="a")
+        texts_of(tmp_path / "short.csv", text_field="a")
 
 
 def test_a_folder_of_datasets_has_chats_too(tmp_path, monkeypatch):
@@ -127,23 +132,23 @@ def test_a_folder_of_datasets_has_chats_too(tmp_path, monkeypatch):
     (tmp_path / "data" / "train.jsonl").write_text(json.dumps({"messages": chat, "id": 1}) + "\n")
     assert list(DocumentStream(tmp_path / "data")) == [{"messages": chat}]
     with pytest.raises(ValueError, match=r"text_field\."):
-        read_documents(tmp_path / "data")
+        texts_of(tmp_path / "data")
 
 
 def test_missing_empty_and_binary_sources(tmp_path):
     with pytest.raises(FileNotFoundError, match="or folder"):
-        read_documents(tmp_path / "nothing.txt")
+        texts_of(tmp_path / "nothing.txt")
     with pytest.raises(FileNotFoundError, match="novel:NAME"):
-        read_documents("nothing.jsonl")
+        texts_of("nothing.jsonl")
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ValueError, match="holds no"):
-        read_documents(tmp_path / "empty.txt")
+        texts_of(tmp_path / "empty.txt")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(ValueError, match="not UTF-8"):
-        read_documents(tmp_path / "latin.txt")
+        texts_of(tmp_path / "latin.txt")
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="a dataset"):
-        read_documents(tmp_path / "folder")
+        texts_of(tmp_path / "folder")
 
 
 def test_tokens_are_never_truncated_and_nothing_is_said_about_length(caplog):
@@ -169,7 +174,7 @@ def test_a_stream_gives_the_same_documents_one_at_a_time_and_again(tmp_path, mon
     for source in (tmp_path / "data", tmp_path / "data" / "train.parquet"):
         stream = DocumentStream(source)
         assert next(iter(stream)) == "text 0"
-        assert list(stream) == list(stream) == read_documents(source)
+        assert list(stream) == list(stream) == texts_of(source)
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text(f"file {number}")
     (tmp_path / "9.txt").write_bytes(b"\xff")  # not reached
