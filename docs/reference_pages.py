@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from hf_posenc.cli.main import COMMANDS
-from hf_posenc.cli.shared_arguments import HELP_ALL, HelpShown, examples_in, first_line
+from hf_posenc.cli.shared_arguments import HELP_ALL, HelpShown, examples_in, summary_line
 from hf_posenc.evaluation.protocols import RULES, in_words
 from hf_posenc.explain.method_words import method_words
 from hf_posenc.families.family_data import attention_capabilities, capabilities, table_version
@@ -358,14 +358,14 @@ def _linked(paper: str) -> str:
 
 def command_line_page() -> str:
     """Return the page of all commands, from their parsers."""
-    rows = [(f"[`hf-posenc {name}`](#{name})", first_line(run.__doc__)) for name, run in COMMANDS.items()]
+    rows = [(f"[`hf-posenc {name}`](#{name})", summary_line(run.__doc__)) for name, run in COMMANDS.items()]
     parts = [_COMMANDS_LEAD, _table(("command", "what it does"), rows)]
     return "\n".join([*parts, *(_command_section(name, run) for name, run in COMMANDS.items())])
 
 
 def _command_section(name: str, run: Callable[[Sequence[str]], int | None]) -> str:
     parser = parser_of(run)
-    parts = [f"## `hf-posenc {name}` {{ #{name} }}\n", f"{first_line(run.__doc__)}\n"]
+    parts = [f"## `hf-posenc {name}` {{ #{name} }}\n", f"{summary_line(run.__doc__)}\n"]
     parts += [f"```text\n{parser.usage}\n```\n"]
     if examples := examples_in(run.__doc__):
         parts += ["```sh\n" + "\n".join(examples) + "\n```\n"]
@@ -484,8 +484,9 @@ def protocols_page() -> str:
             "first": "`score_from`",
         }
         words = in_words(name, rule.bos or "none", rule.average, None, **numbers)
-        bos = "" if rule.bos else " `--bos` changes the rule for the BOS token."
-        parts += [f"## `{name}` {{ #{name} }}\n", f"{words}{bos}\n", f"Source: {_linked(rule.source)}.\n"]
+        more = " `--last-k` takes another number of tokens." if rule.last_k else ""
+        more += "" if rule.bos else " `--bos` changes the rule for the BOS token."
+        parts += [f"## `{name}` {{ #{name} }}\n", f"{words}{more}\n", f"Source: {_linked(rule.source)}.\n"]
     return "\n".join(parts)
 
 

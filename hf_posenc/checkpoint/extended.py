@@ -138,7 +138,7 @@ def save_checkpoint(
     if whole:
         _refuse_class(base)
     else:
-        refuse_adapter(base, "Merge it (model.merge_and_unload()) and save the whole model.")
+        refuse_adapter(base, "Merge it (PEFT's merge_and_unload) and save the whole model.")
     manifest = make_manifest(rotary, tokens_trained=tokens_trained, base_model=base_model, fitted_on=fitted_on)
     verify_model(rotary)
     if manifest["options"].get("temperature") == "logits":
@@ -201,7 +201,7 @@ def write_extension(
         ValueError: An adapter cannot hold it.
     """
     if adapter:
-        refuse_adapter(model, "Merge it (model.merge_and_unload()) and save the whole model.")
+        refuse_adapter(model, "Merge it (PEFT's merge_and_unload) and save the whole model.")
     elif (folder / ADAPTER_CONFIG).is_file():
         logger.warning(
             "%s: an adapter was saved there before, and Transformers will put it on the model that is there now. "

@@ -131,7 +131,7 @@ def _wrap_accelerator(module: ModuleType) -> None:
         folder = Path(args[0] if args else kwargs["save_directory"])
         if base is None or not accelerator.is_main_process or not folder.is_dir():
             return result
-        if hasattr(accelerator.unwrap_model(model), "peft_config"):
+        if is_adapter(accelerator.unwrap_model(model)):
             logger.warning(
                 "%s: accelerate saved the weights of a PEFT model without its extension. Save the adapter with "
                 "hf_posenc.save_extended(model, ...).",

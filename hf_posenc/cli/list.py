@@ -83,7 +83,10 @@ def _explained(name: str, model: str | None, extension: ExtensionConfig, options
     name = get_method(name).name
     request = ExtensionRequest(**vars(extension), method=None if extension.preset else name, options=options)
     if request.method != name:
-        raise InvalidRequestError(f"preset {extension.preset!r} is of {request.method}, not of {name}.")
+        raise InvalidRequestError(
+            f"preset {extension.preset!r} is of {request.method}, not of {name}: hf-posenc list methods "
+            f"{request.method} --preset {extension.preset}."
+        )
     subject = read_subject(model)
     explanation = _encoding(name, subject, extension, options) if instead_of_rope else _method(subject, request)
     return explanation.text(text_width())

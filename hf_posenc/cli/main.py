@@ -21,7 +21,7 @@ from hf_posenc.cli.lm_eval import lm_eval
 from hf_posenc.cli.patch import patch
 from hf_posenc.cli.plan import plan
 from hf_posenc.cli.report import report
-from hf_posenc.cli.shared_arguments import TRACEBACK, TRACEBACK_HELP, first_line
+from hf_posenc.cli.shared_arguments import TRACEBACK, TRACEBACK_HELP, summary_line
 from hf_posenc.errors import HfPosencError, UnknownNameError, arguments_named_as_flags
 from hf_posenc.version import __version__
 
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(words: list[str]) -> int | None:
-    listing = "\n".join(f"  {name:<10}{first_line(run.__doc__)}" for name, run in COMMANDS.items())
+    listing = "\n".join(f"  {name:<10}{summary_line(run.__doc__)}" for name, run in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="hf-posenc",
         description="Make a LLaMA, Mistral or Qwen model read texts longer than it was trained on, and measure it.",

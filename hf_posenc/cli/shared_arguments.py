@@ -209,7 +209,7 @@ def parse(
     words = [forms.get(nargs.get(name, ""), "{}").format(name.upper()) for name in positional]
     usage = " ".join(["hf-posenc", command, *words, "[flags]"])
     examples = "\n".join(f"  {example}" for example in examples_in(summary))
-    parser = Parser(known, usage=usage, description=first_line(summary), formatter_class=_Help, add_help=False)
+    parser = Parser(known, usage=usage, description=summary_line(summary), formatter_class=_Help, add_help=False)
     # Of --help-all: --help has no line to spare.
     parser.epilog = f"{_EXAMPLES}{examples}" if examples else None
     for action in parser._actions:  # both forms are read, and those with dashes shown, in help and in messages
@@ -243,7 +243,7 @@ def _group_flags(parser: argparse.ArgumentParser, known: Sequence[Any]) -> None:
         for action in flags:
             if action.dest in getattr(kind, "HELP_HIDDEN", ()):
                 action.help = argparse.SUPPRESS
-        one_group = {first_line(kind.__doc__).rstrip("."): (*getattr(kind, "HELP_COMMON", names), *_rare(kind))}
+        one_group = {summary_line(kind.__doc__).rstrip("."): (*getattr(kind, "HELP_COMMON", names), *_rare(kind))}
         for title, of_group in getattr(kind, "HELP_GROUPS", one_group).items():
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
@@ -301,7 +301,7 @@ class _ShowHelp(argparse.Action):
         raise HelpShown(parser)
 
 
-def first_line(text: str | None) -> str:
+def summary_line(text: str | None) -> str:
     """Return the first line of a docstring."""
     return (text or "").partition("\n")[0]
 

@@ -33,7 +33,7 @@ from hf_posenc.patching.lengths import ORIGINAL as ORIGINAL
 from hf_posenc.spec import RopeSpec
 
 # Rules of Transformers that are no method: the model's own frequencies, and Gemma 4's with pairs that are not rotated.
-UNSCALED = {"default": frozenset[str](), "proportional": frozenset({"factor"})}
+OWN_RULES = {"default": frozenset[str](), "proportional": frozenset({"factor"})}
 _OTHER_KEYS = SCALING_KEYS | {"rope_theta", "partial_rotary_factor", "mrope_section", "llama_4_scaling_beta"}
 
 
@@ -88,7 +88,7 @@ def keys_of(rope_type: str) -> frozenset[str] | None:
     It says "unrecognized" to any other key, and does without it.
     """
     method = method_of_rope_type(rope_type)
-    return UNSCALED.get(rope_type) if method is None else method.rope_keys
+    return OWN_RULES.get(rope_type) if method is None else method.rope_keys
 
 
 def has_rope(text: Mapping[str, Any]) -> bool:

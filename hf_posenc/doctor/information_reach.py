@@ -19,13 +19,14 @@ def look_at_reach(text: dict[str, Any], meaning: ConfigMeaning) -> tuple[list[tu
         return [], []
     try:
         config = plain_config(text, meaning)
-        in_chunks = rotary_in_chunks_only(config)
+        chunk = int(getattr(config, "attention_chunk_size", None) or 0)
+        in_chunks = chunk > 0 and any(config.no_rope_layers) and rotary_in_chunks_only(config)
     except Exception:  # whatever a family's own config class trips over; what is wrong is found elsewhere
         return [], []
     others = set(getattr(config, "layer_types", None) or ()) - {"sliding_attention"}  # DeepSeek-V4: compressed ones
     if not others and (window := window_of_all_layers(config)) is not None:
         return _look_at_window(window, int(config.num_hidden_layers), target, meaning)
-    return _look_at_chunks(config.attention_chunk_size, config, target, meaning) if in_chunks else ([], [])
+    return _look_at_chunks(chunk, config, target, meaning) if in_chunks else ([], [])
 
 
 def _look_at_window(

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.checkpoint.extended import both_serializations
 from hf_posenc.doctor.config_checks import ConfigMeaning, read_meaning
-from hf_posenc.doctor.config_meaning import UNSCALED, Known
+from hf_posenc.doctor.config_meaning import OWN_RULES, Known
 from hf_posenc.doctor.transformers_readers import default_text, full_label, is_nested, text_part
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.discovery import head_dim_of
@@ -57,6 +57,10 @@ def _write(text: dict[str, Any], meaning: ConfigMeaning, known: Known) -> dict[s
     stale = ("rope_scaling", "rope_parameters", "rope_theta", ORIGINAL)
     fixed = {k: copy.deepcopy(v) for k, v in text.items() if k not in stale}
     fixed["rope_parameters"] = copy.deepcopy(config.rope_parameters)
+    if method == "none":  # a factor of Gemma 4's own rule stays
+        label = full_label(fixed)
+        rule = fixed["rope_parameters"][label] if label else fixed["rope_parameters"]
+        rule |= {key: value for key, value in meaning.parameters.items() if key in OWN_RULES[rule["rope_type"]]}
     fixed["max_position_embeddings"] = meaning.target or config.max_position_embeddings
     if method != "none" and meaning.target:
         fixed |= dict.fromkeys(limits_below(fixed, meaning.target), meaning.target)
@@ -79,7 +83,7 @@ def _request(meaning: ConfigMeaning, known: Known) -> tuple[str, float, dict[str
         return method, float(meaning.mark["factor"]), options
     parameters = meaning.parameters
     rope_type = parameters["rope_type"]
-    if rope_type in UNSCALED:
+    if rope_type in OWN_RULES:
         return "none", 1.0, {}
     names = get_method(rope_type).option_fields()
     options = {key: value for key, value in parameters.items() if key in names and value is not None}
@@ -109,7 +113,7 @@ def plain_config(text: dict[str, Any], meaning: ConfigMeaning) -> PreTrainedConf
     if meaning.mark is not None:
         kept["rope_theta"] = meaning.mark["rope_theta"]
     own = meaning.parameters.get("rope_type")
-    flat = {**kept, "rope_type": own if own in UNSCALED else "default"}
+    flat = {**kept, "rope_type": own if own in OWN_RULES else "default"}
     label = full_label(text)
     if label is not None:
         plain["rope_parameters"] = {**copy.deepcopy(text["rope_parameters"]), label: flat}

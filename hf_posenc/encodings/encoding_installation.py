@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +37,14 @@ BIAS_INNER = ("sdpa", "eager")
 _PROBE_TOKENS = 5
 
 
-@dataclass
 class InstalledEncoding(Installed):
-    """An encoding that is applied in all layers, or before the first.
+    """An encoding that is applied in all layers, or before the first."""
 
-    Attributes:
-        encoding: The module, with its parameters.
-    """
-
-    encoding: nn.Module
+    @property
+    def encoding(self) -> nn.Module:
+        """The module, with its parameters."""
+        encoding: nn.Module = self.applied_by.encoding
+        return encoding
 
     def problem(self, rotary: RotaryModel) -> str | None:
         if getattr(rotary.decoder, MODULE, None) is not self.encoding:
@@ -181,7 +179,7 @@ def _before_layers(rotary: RotaryModel, encoding: AddedToEmbeddings) -> Installe
         decoder.register_forward_pre_hook(added.number, with_kwargs=True),
         first_layer(model, names[attention]).register_forward_pre_hook(added.add, with_kwargs=True),
     ]
-    return InstalledEncoding(added, None, hooks, encoding)
+    return InstalledEncoding(added, None, hooks)
 
 
 def _in_attention(rotary: RotaryModel, encoding: Any) -> InstalledEncoding:
@@ -191,7 +189,7 @@ def _in_attention(rotary: RotaryModel, encoding: Any) -> InstalledEncoding:
     def kind_of(module: nn.Module) -> str:
         return (FULL if has_positions(module) else PASS) if attends_to_text(module) else CROSS
 
-    return InstalledEncoding(attention, inner, attend_by(rotary, attention, kind_of), encoding)
+    return InstalledEncoding(attention, inner, attend_by(rotary, attention, kind_of))
 
 
 def _check_applied(rotary: RotaryModel, applied_by: EncodingAttention | AbsolutePositions, num_tokens: int) -> None:

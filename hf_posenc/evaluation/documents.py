@@ -179,9 +179,10 @@ def texts_of(
     else:
         texts = [row if rule.whole and limit is None else row[:kept] for row in long_enough]
     if run.bos != "none" and any(len(text) and int(text[0]) == bos_id for text in texts):
+        where = "bos='prepended'" if rule.bos is None else f"protocol {run.protocol!r}"
         raise InvalidRequestError(
-            f"a BOS token (token {bos_id}) is put before every {'window' if run.bos == 'each_window' else 'document'}, "
-            "but a document already starts with it. Give the documents without, or leave bos out."
+            f"{where} puts BOS (token {bos_id}) before every {'window' if run.bos == 'each_window' else 'document'}, "
+            f"but a text already starts with it. Give texts without{', or leave bos out' if rule.bos is None else ''}."
         )
     return [torch.cat([start, text]) for text in spread(texts, most)]
 

@@ -249,11 +249,16 @@ def _target(record: AnyRecord) -> int | None:
 
 
 def _unpatched_of(own: Sequence[Record], records: Sequence[AnyRecord]) -> list[Record]:
-    """Return the unpatched model's records of what a row has too: those computed as it was, if there are any."""
-    measured = {_text_key(record) for record in own}
-    plain = [one for one in records if isinstance(one, Record) and is_unpatched(one) and _text_key(one) in measured]
-    alike = [one for one in plain if (one.dtype, one.attn_implementation) == (own[0].dtype, own[0].attn_implementation)]
-    return alike or plain
+    """Return the unpatched model's records of what a row has too: those computed as it was, where there are any."""
+    found = {_text_key(record): [record] for record in own}
+    for one in records:
+        if isinstance(one, Record) and is_unpatched(one) and _text_key(one) in found:
+            found[_text_key(one)].append(one)
+    best = []
+    for mine, *plain in found.values():
+        alike = [one for one in plain if (one.dtype, one.attn_implementation) == (mine.dtype, mine.attn_implementation)]
+        best += alike or plain
+    return best
 
 
 def _text_key(record: Record) -> tuple[object, ...]:

@@ -31,7 +31,8 @@ def model_facts(
     from hf_posenc.patching.api import rule_of
 
     rule = rule_of(model)
-    description = describe_rule(rule, model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    description = describe_rule(None, config) if rule is None else rule.describe()
     shared = ("method", "factor", "options", "original_max_position_embeddings")
     trained_with = ("rotary_dim", "rope_theta", "unrotated_pairs")
     return {

@@ -233,12 +233,12 @@ def read_kind(path: str | Path, kind: type[Kind]) -> list[Kind]:
         ValueError: A line is not a record; the message names it.
     """
     lines = list(whole_lines(Path(path)))
+    of_others = "perplexity" if kind is RetrievalRecord else "task"
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             values = json.loads(line) if line.strip() else None
-            # Of the kinds in one file only retrieval has this field.
-            if values is not None and ("task" in values) == (kind is RetrievalRecord):
+            if values is not None and of_others not in values:
                 records.append(kind.from_values(values))
         except (ValueError, TypeError) as error:
             raise InvalidRequestError(f"line {number} of {str(path)!r}: {error}") from error
@@ -251,7 +251,8 @@ def check_output(path: str | Path) -> None:
     Raises:
         ValueError: It is a folder, a file is where its folder should be, or this user may not write there.
     """
-    writable_folder(Path(path).parent)
+    if not os.path.exists(path):
+        writable_folder(Path(path).absolute().parent)
     if os.path.isdir(path):
         raise InvalidRequestError(
             f"results cannot be written to {str(path)!r}: it is a folder. Give a file, such as results.jsonl."

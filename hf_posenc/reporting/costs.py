@@ -16,8 +16,8 @@ _LEGEND = (
     "Peak memory is the GPU's on CUDA, else that of the whole process since it began, so that of a later row is never "
     "less than that of an earlier one of the same command."
 )
-_PASS = "Seconds of a pass over all documents; where one pass gave several lengths, it is at the longest."
-_PROMPT = "Mean seconds of a prompt, read and answered twice: teacher-forced and written."
+_PASS = "Time of a pass over all documents; where one pass gave several lengths, it is at the longest."
+_PROMPT = "Mean time of a prompt, read and answered twice: teacher-forced and written."
 
 
 @dataclass(frozen=True)

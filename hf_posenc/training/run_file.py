@@ -206,10 +206,13 @@ def settings_besides_flags(given: argparse.Namespace, known: Sequence[type]) -> 
     flags = vars(given)
     values = read_run(flags["config"], known) if flags.get("config") else {}
     dropped: tuple[str, ...] = ()
+    # Each of these says how far, so that another one must not say it too.
+    if any(name in flags for name in _TARGET) or "factor" in flags.get("rope_scaling", ""):
+        dropped += _TARGET
     if "preset" in flags or "rope_scaling" in flags:  # either is a whole rule
-        dropped = (*_TARGET, *_RULE, "options")
-    elif any(name in flags for name in _TARGET):  # each says how far, so that another one must not say it too
-        dropped = _TARGET
+        dropped += (*_RULE, "factor", "options", "original_max_position_embeddings")
+    if "method" in flags:
+        dropped += ("preset", "rope_scaling")
     if "method" in values and flags.get("method", values["method"]) != values["method"]:
         dropped += ("options",)  # of the file's method
     values = {name: value for name, value in values.items() if name not in dropped}

@@ -27,6 +27,7 @@ from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint.extended import write_extension
 from hf_posenc.errors import InvalidRequestError, RunStoppedError
 from hf_posenc.evaluation.losses import length_dependent_rope_types
+from hf_posenc.families.discovery import is_adapter
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.blocks import TrainingBlocks
 from hf_posenc.training.chunked_loss import chunked_lm_loss
@@ -97,8 +98,9 @@ def train(
 
     def mark(folder: Path, step: int) -> None:
         trained = tokens_before + step * stage.tokens_per_step
-        adapter = hasattr(model, "peft_config")
-        write_extension(rotary.model, folder, adapter=adapter, tokens_trained=trained, base_model=plan.base_model)
+        write_extension(
+            rotary.model, folder, adapter=is_adapter(model), tokens_trained=trained, base_model=plan.base_model
+        )
 
     base = rotary.model
     use_cache = base.config.use_cache

@@ -25,7 +25,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:  # which a wrong encoding is too
         raise InvalidRequestError(f"{str(file)!r} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise InvalidRequestError(f"{str(file)!r} holds a {type(content).__name__}, not a JSON object.")
+        raise InvalidRequestError(f"{str(file)!r} holds no JSON object, but {str(content)[:40]!r}.")
     return content
 
 

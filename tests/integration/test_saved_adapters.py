@@ -103,7 +103,7 @@ def test_doctor_on_an_adapter_without_a_manifest(base: Path, tmp_path: Path) -> 
 def test_damaged_settings_of_an_adapter_are_named(written: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(written)
     for look in (diagnose, describe, load_model):
-        with pytest.raises(ValueError, match=r"adapter_config\.json' (is not JSON|holds a list)"):
+        with pytest.raises(ValueError, match=r"adapter_config\.json' (is not JSON|holds no JSON object)"):
             look(tmp_path)
 
 

@@ -118,8 +118,8 @@ class RopeOptions(Encoding):
         width = spec.rotary_dim if partial_factor is None else int(head_dim * partial_factor)
         if width % 2 or not 0 < width <= head_dim:
             raise InvalidRequestError(
-                f"{width} of {head_dim} features of a head would be rotated: it must be an even number of them. Give "
-                "partial_rotary_factor."
+                f"{width} of {head_dim} features of a head would be rotated: it must be an even number of "
+                "them, at least 2. Give partial_rotary_factor."
             )
         unrotated = spec.unrotated_pairs if partial_factor is None else 0
         return RopeSpec(width, self.rope_theta or spec.rope_theta, spec.original_max_position_embeddings, unrotated)

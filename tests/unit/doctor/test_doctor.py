@@ -55,6 +55,13 @@ def test_a_sound_config_with_pairs_that_never_rotate_stays() -> None:
     fixed = mended(config, None)["rope_parameters"]
     assert fixed["full_attention"] == config["rope_parameters"]["full_attention"]
     assert fixed["full_attention"]["rope_type"] == "proportional"
+    config["rope_parameters"]["full_attention"]["factor"] = 8.0
+    assert mended(config, None)["rope_parameters"]["full_attention"]["factor"] == 8.0
+
+
+def test_a_chunked_model_without_a_chunk_size_is_no_traceback() -> None:
+    config = AutoConfig.for_model("llama4_text", attention_chunk_size=None).to_dict()
+    assert "rotary-in-chunks" not in codes(config)
 
 
 def test_row_2_saved_by_5_alone_is_unscaled_in_4() -> None:

@@ -110,7 +110,7 @@ def test_the_input_is_replaced_only_with_a_backup(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[1]", "holds a list"),
+        ("[1]", "holds no JSON object"),
         ("{", "is not JSON"),
         ("{}", "has no model_type"),
         ('{"model_type": "llama", "rope_scaling": "yarn"}', "must be a dictionary"),

@@ -246,7 +246,7 @@ def test_bos_is_where_the_protocol_wants_it(tiny_llama: Make) -> None:
         measure(model, texts, [20], "pose", stride=8, tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"'yarn'.*BOS.*bos='prepended'"):
         measure(model, texts, [20], ["truncated", "yarn"], bos="prepended")
-    with pytest.raises(ValueError, match="document already"):
+    with pytest.raises(ValueError, match="a text already starts"):
         measure(model, [[BOS, *texts[0]]], [20], "pose", stride=8)
 
 

@@ -134,7 +134,7 @@ def test_no_such_file(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ('{"method": "fitted", "opt', "is not JSON"),
-        ("[1, 2]", "holds a list, not a JSON object"),
+        ("[1, 2]", "holds no JSON object"),
         ('{"method": "yarn", "options": {}}', "is no fitted rule: it holds method 'yarn'"),
         ("{}", "is no fitted rule: it holds method None"),
         ('{"method": "fitted", "options": [1]}', "is no fitted rule"),
