@@ -18,7 +18,6 @@ from hf_posenc.doctor.config_meaning import (
     keys_of,
     meant,
     original_of,
-    serialization_name,
     source_of,
     target_length,
 )
@@ -51,7 +50,7 @@ from hf_posenc.patching.extension import (
     rule_is_elsewhere,
     scaled_layer_types,
 )
-from hf_posenc.patching.lengths import DECLARED, MARK, is_scaled, limits_below
+from hf_posenc.patching.lengths import DECLARED, MARK, OriginalLength, is_scaled, limits_below
 
 _ROTARY_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 _NO_SERIALIZATION = "No serialization helps there: take Transformers 4.57 or a newer 5."
@@ -216,7 +215,7 @@ def _check_original(facts: ConfigFacts) -> Iterator[Finding]:
             "The linear rule does not need it; extending the model further does.",
             "To extend it further: hf-posenc patch ... --original-max-position-embeddings N --on-scaled replace.",
         )
-    elif rope_type_of(rope_type).reads_original and not stated and not facts.text.get(ORIGINAL) and not facts.marked:
+    elif rope_type_of(rope_type).reads_original and not stated and not facts.text.get(ORIGINAL) and not facts.mark:
         yield Finding(
             "no-original-length",
             "error",
@@ -262,7 +261,7 @@ def _check_theta(facts: ConfigFacts) -> Iterator[Finding]:
     lost = "rope_theta" in facts.source and facts.source["rope_theta"] is None
     missing = bool(text.get("rope_parameters")) and facts.source.get("rope_theta") is None and inner is None
     missing = missing and top is None and not is_nested(text)
-    if (lost or missing) and facts.known.rope_theta is None and top is None and not facts.marked:
+    if (lost or missing) and facts.known.rope_theta is None and top is None and not facts.mark:
         yield Finding(
             "base-lost",
             "error",
@@ -276,7 +275,7 @@ def _check_theta(facts: ConfigFacts) -> Iterator[Finding]:
 
 def _check_temperature(facts: ConfigFacts) -> Iterator[Finding]:
     source = facts.source
-    if facts.parameters["rope_type"] != Yarn.rope_type or facts.marked:
+    if facts.parameters["rope_type"] != Yarn.rope_type or facts.mark:
         return
     if bool(source.get("mscale")) != bool(source.get("mscale_all_dim")):
         yield Finding(
@@ -338,7 +337,7 @@ def check_lengths(facts: ConfigFacts, target: int | None) -> Iterator[Finding]:
 
 def check_servers_lengths(facts: ConfigFacts, target: int | None) -> Iterator[Finding]:
     """Look for keys beside ``max_position_embeddings`` at which servers stop before a rule's target."""
-    if target is None or not (facts.marked or is_scaled(facts.parameters)):
+    if target is None or not (facts.mark or is_scaled(facts.parameters)):
         return
     below = {key: length for key, length in limits_below(facts.text, target).items() if key != DECLARED}
     if below and facts.parameters["rope_type"] != "dynamic":
@@ -387,11 +386,7 @@ def _check_serializations(facts: ConfigFacts) -> Iterator[Finding]:
             f"{key} is {old.get(key)!r} in rope_scaling and {new.get(key)!r} in rope_parameters",
             "Transformers 4 and 5 go by rope_scaling, other programs by rope_parameters.",
             "--fix keeps "
-            + (
-                "what save_extended noted beside them."
-                if facts.marked
-                else "rope_scaling. Delete it to keep the other."
-            ),
+            + ("what save_extended noted beside them." if facts.mark else "rope_scaling. Delete it to keep the other."),
         )
 
 
@@ -472,30 +467,17 @@ CHECKS = (
 
 
 @dataclass(frozen=True)
-class ConfigMeaning:
+class ConfigMeaning(ConfigFacts):
     """The meaning of a config.json.
 
     Attributes:
-        model_type: The family.
-        serialization: Which keys say it.
-        parameters: The full-attention rule as one flat dict in Transformers' words, mistakes taken out; {} if the
-            family has no rotary embedding.
         rope: The rule it means; None if it has none or it cannot be read.
-        original: Original length in tokens, None if unknown.
-        original_from: What says so.
         target: What ``max_position_embeddings`` should say, in tokens.
-        mark: Method, options and lengths, as ``save_extended`` noted them; None for other checkpoints.
         findings: What is wrong.
     """
 
-    model_type: str
-    serialization: str
-    parameters: dict[str, Any]
     rope: Rope | None
-    original: int | None
-    original_from: str
     target: int | None
-    mark: dict[str, Any] | None
     findings: tuple[Finding, ...]
 
 
@@ -516,12 +498,10 @@ def read_meaning(config: Mapping[str, Any], known: Known | None = None) -> Confi
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(text.get(key) or {}, Mapping):
             raise InvalidRequestError(f"{key} must be a dictionary, got {text[key]!r}.")
-    model_type = text["model_type"]
     mark, unknown = read_mark(text.get(MARK) or config.get(MARK)), []
     if not has_rope(text):
-        return ConfigMeaning(
-            model_type, "no rotary embedding", {}, None, text.get("max_position_embeddings"), "", None, None, ()
-        )
+        nothing = OriginalLength(text.get("max_position_embeddings"), "")
+        return ConfigMeaning(text, {}, {}, nothing, known, None, None, None, ())
     if mark and known.original is not None:
         mark = {**mark, ORIGINAL: known.original}
     parameters = canonical(text, known)
@@ -540,13 +520,11 @@ def read_meaning(config: Mapping[str, Any], known: Known | None = None) -> Confi
         mark = None
     if mark:
         parameters = from_mark(text, parameters, mark)
-    facts = ConfigFacts(text, parameters, source_of(text), lengths, known, bool(mark))
+    facts = ConfigFacts(text, parameters, source_of(text), lengths, known, mark or None)
     rope = meant(facts)
     target = target_length(facts)
     findings = [*unknown, *(finding for check in CHECKS for finding in check(facts))]
     findings += (*check_lengths(facts, target), *check_servers_lengths(facts, target))
     if all(finding.mendable for finding in findings):
         findings += check_versions(facts, rope)
-    return ConfigMeaning(
-        model_type, serialization_name(text), parameters, rope, original, lengths.by, target, mark, tuple(findings)
-    )
+    return ConfigMeaning(**vars(facts), rope=rope, target=target, findings=tuple(findings))

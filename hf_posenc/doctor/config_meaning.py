@@ -62,11 +62,12 @@ class ConfigFacts:
 
     Attributes:
         text: The JSON of the text config.
-        parameters: The rule it means, as one flat dict.
+        parameters: The full-attention rule it means, as one flat dict in Transformers' words, mistakes taken out; {}
+            if the family has no rotary embedding.
         source: The dict that declares it, as it is.
         lengths: The original length, and what states another.
         known: What the user says.
-        marked: Whether ``save_extended`` noted the rule beside it.
+        mark: Method, options and lengths, as ``save_extended`` noted them beside it; None for other checkpoints.
     """
 
     text: dict[str, Any]
@@ -74,7 +75,12 @@ class ConfigFacts:
     source: dict[str, Any]
     lengths: OriginalLength
     known: Known
-    marked: bool
+    mark: dict[str, Any] | None
+
+    @property
+    def model_type(self) -> str:
+        """The family."""
+        return str(self.text["model_type"])
 
     @property
     def original(self) -> int | None:
@@ -201,7 +207,7 @@ def target_length(facts: ConfigFacts) -> int | None:
         facts.parameters["rope_type"],
     )
     length = int(length) if isinstance(length, (int, float)) else None
-    if mark and facts.marked and rope_type != "dynamic" and facts.known.original is None:
+    if mark and facts.mark and rope_type != "dynamic" and facts.known.original is None:
         return int(mark["context_length"])
     factor = facts.parameters.get("factor")
     if facts.original is None or not isinstance(factor, float):

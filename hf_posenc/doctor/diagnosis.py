@@ -23,7 +23,7 @@ from hf_posenc.checkpoint.manifest import (
 )
 from hf_posenc.checkpoint.pretrained import check_hub, check_may_read, folder_with, is_gguf
 from hf_posenc.doctor.config_checks import Finding, check_was_read, read_meaning
-from hf_posenc.doctor.config_meaning import Known
+from hf_posenc.doctor.config_meaning import Known, serialization_name
 from hf_posenc.doctor.gguf_file import look_at_gguf
 from hf_posenc.doctor.information_reach import look_at_reach
 from hf_posenc.doctor.live_model import NOT_APPLIED, against_meaning, held_by_modules, load_live, look_at_modules
@@ -150,11 +150,9 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
         marked = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}
         config = {**config, MARK: marked}
     meaning = read_meaning(config, known)
-    text = text_part(config)[1]
-    tokens = meaning.original_from
-    if meaning.original:
-        tokens = f"{meaning.original} tokens, given by {meaning.original_from}"
-    lines = [("declared", f"{meaning.rope or 'no rule that can be read'}, in {meaning.serialization}")]
+    text, by = meaning.text, meaning.lengths.by
+    tokens = f"{meaning.original} tokens, given by {by}" if meaning.original else by
+    lines = [("declared", f"{meaning.rope or 'no rule that can be read'}, in {serialization_name(text)}")]
     if meaning.rope is None and not meaning.parameters:
         lines = [("declared", "no rotary embedding")]
     else:
@@ -163,7 +161,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
     if meaning.rope is not None and rope_type_of(meaning.rope.rope_type).reads_original:
         lines.append(("needs", "Transformers 4.43 or newer; older ones accept only a dictionary with two fields"))
     findings += [*meaning.findings, *check_was_read(config)]
-    reach, hidden = look_at_reach(text, meaning)
+    reach, hidden = look_at_reach(meaning)
     lines += reach
     findings += hidden
     if file is not None and meaning.rope is not None:

@@ -65,7 +65,7 @@ def look_at_gguf(
         ("declared", f"{meaning.rope}, in the file's metadata" + (" and tensors" if tensors else "")),
         ("in file", ", ".join([*(f"{key} {value}" for key, value in in_file.items()), *tensors])),
         (f"{transformers.__version__} loads", f"{reading}, {text.get('max_position_embeddings')} tokens"),
-        ("original", meaning.original_from),
+        ("original", meaning.lengths.by),
     ]
     return lines, findings, meaning, config
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import PreTrainedConfig
 
 from hf_posenc.doctor.config_checks import ConfigMeaning, Finding
@@ -12,13 +10,13 @@ from hf_posenc.families.discovery import rotary_in_chunks_only
 from hf_posenc.families.sliding_window import window_of_all_layers
 
 
-def look_at_reach(text: dict[str, Any], meaning: ConfigMeaning) -> tuple[list[tuple[str, str]], list[Finding]]:
+def look_at_reach(meaning: ConfigMeaning) -> tuple[list[tuple[str, str]], list[Finding]]:
     """Return the lines and findings about windows and chunks; none where every rotary layer reads everything."""
     target = meaning.target
     if meaning.rope is None or target is None:
         return [], []
     try:
-        config = plain_config(text, meaning)
+        config = plain_config(meaning)
         chunk = int(getattr(config, "attention_chunk_size", None) or 0)
         in_chunks = chunk > 0 and any(config.no_rope_layers) and rotary_in_chunks_only(config)
     except Exception:  # whatever a family's own config class trips over; what is wrong is found elsewhere

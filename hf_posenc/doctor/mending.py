@@ -35,20 +35,19 @@ def mended(config: Mapping[str, Any], known: Known | None = None) -> dict[str, A
     Raises:
         ValueError: What the config means cannot be read; the message says what to give.
     """
-    known = known or Known()
     meaning = read_meaning(config, known)
     if stuck := [finding for finding in meaning.findings if not finding.mendable]:
         raise InvalidRequestError("the config cannot be corrected: " + "; ".join(f"{f.what}. {f.todo}" for f in stuck))
     if meaning.rope is None:
         raise InvalidRequestError(f"model_type {meaning.model_type!r} has no rotary positions to correct.")
-    key, text = text_part(config)
-    fixed = _write(text, meaning, known)
+    key, fixed = text_part(config)[0], _write(meaning)
     return {**copy.deepcopy(dict(config)), key: fixed} if key else fixed
 
 
-def _write(text: dict[str, Any], meaning: ConfigMeaning, known: Known) -> dict[str, Any]:
-    method, factor, options = _request(meaning, known)
-    config = plain_config(text, meaning)
+def _write(meaning: ConfigMeaning) -> dict[str, Any]:
+    text = meaning.text
+    method, factor, options = _request(meaning)
+    config = plain_config(meaning)
     if window_of_all_layers(config) is not None:
         config.sliding_window = None  # how far it reaches is another matter, and the text's own stays
     if method != "none":
@@ -76,7 +75,7 @@ def _write(text: dict[str, Any], meaning: ConfigMeaning, known: Known) -> dict[s
     return written
 
 
-def _request(meaning: ConfigMeaning, known: Known) -> tuple[str, float, dict[str, Any]]:
+def _request(meaning: ConfigMeaning) -> tuple[str, float, dict[str, Any]]:
     """Return method, factor and options to write; ``none`` for a plain config."""
     if meaning.mark is not None:
         method, options = meaning.mark["method"], dict(meaning.mark["options"])
@@ -89,19 +88,19 @@ def _request(meaning: ConfigMeaning, known: Known) -> tuple[str, float, dict[str
     options = {key: value for key, value in parameters.items() if key in names and value is not None}
     if rope_type == "dynamic":
         options["scope"] = "sequence"
-    if rope_type == Yarn.rope_type and known.ramp is not None:
-        options["ramp"] = known.ramp
+    if rope_type == Yarn.rope_type and meaning.known.ramp is not None:
+        options["ramp"] = meaning.known.ramp
     factor = parameters.get("factor") or max((meaning.target or 1) / (meaning.original or 1), 1.0)
     return rope_type, factor, options
 
 
-def plain_config(text: dict[str, Any], meaning: ConfigMeaning) -> PreTrainedConfig:
+def plain_config(meaning: ConfigMeaning) -> PreTrainedConfig:
     """Return the config that the model had before it was scaled.
 
     Raises:
         ValueError: Transformers does not know the family.
     """
-    usual = default_text(meaning.model_type)
+    text, usual = meaning.text, default_text(meaning.model_type)
     if usual is None:
         raise InvalidRequestError(
             f"Transformers {transformers.__version__} does not know model_type {meaning.model_type!r}."
