@@ -17,7 +17,7 @@ from hf_posenc.fitting.rule import RuleParameters
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import read_json, write_whole
 
-_BETAS, _EPSILON = (0.9, 0.95), 1e-8
+_BETAS = (0.9, 0.95)
 _LAST_RATE = 0.05  # of the learning rate, at the end of the cosine
 _SAVE_EVERY = 5
 _AVERAGED = 0.25  # of the steps: the rule is the mean over the last ones, whose noise cancels
@@ -66,7 +66,7 @@ class Descent:
         self.steps, self.learning_rate, self.smoothness = steps, learning_rate, smoothness
         self.file, self.identity = file, identity
         self.parameters = [one for one in (rule.log_divisors, rule.log_factor) if one.requires_grad and one.numel()]
-        self.moments = [(torch.zeros_like(parameter), torch.zeros_like(parameter)) for parameter in self.parameters]
+        self.optimizer = torch.optim.Adam(self.parameters, learning_rate, _BETAS)
         self.averages = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.history: list[Step] = []
 
@@ -79,7 +79,7 @@ class Descent:
         """Take one step."""
         began = time.perf_counter()
         losses = self._gradients()
-        self._adam()
+        self._descend()
         numbers = [float(parameter.detach().abs().max()) for parameter in self.parameters]
         if not all(math.isfinite(value) for value in (*losses.values(), *numbers)):
             raise InvalidRequestError(
@@ -135,17 +135,11 @@ class Descent:
         return max(1, round(_AVERAGED * self.steps))
 
     @torch.no_grad()
-    def _adam(self) -> None:
-        """Kingma and Ba 2015, arXiv:1412.6980, algorithm 1, on a rate that falls along a cosine."""
-        at, number = self.done / self.steps, self.done + 1
-        rate = self.learning_rate * (_LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * at)))
-        for parameter, (first, second) in zip(self.parameters, self.moments, strict=True):
-            gradient = parameter.grad
-            assert gradient is not None
-            first.lerp_(gradient, 1 - _BETAS[0])
-            second.lerp_(gradient.square(), 1 - _BETAS[1])
-            mean, square = first / (1 - _BETAS[0] ** number), second / (1 - _BETAS[1] ** number)
-            parameter.sub_(rate * mean / (square.sqrt() + _EPSILON))
+    def _descend(self) -> None:
+        """Move the parameters, at a rate that falls along a cosine."""
+        cosine = 0.5 * (1 + math.cos(math.pi * self.done / self.steps))
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate * (_LAST_RATE + (1 - _LAST_RATE) * cosine)
+        self.optimizer.step()
         self.rule.project()
         if self.done >= self.steps - self._averaged:
             for parameter, average in zip(self.parameters, self.averages, strict=True):
@@ -156,7 +150,10 @@ class Descent:
             "identity": self.identity,
             "steps": self.steps,
             "parameters": [parameter.tolist() for parameter in self.parameters],
-            "moments": [[first.tolist(), second.tolist()] for first, second in self.moments],
+            "optimizer": [
+                {name: value.tolist() for name, value in self.optimizer.state[parameter].items()}
+                for parameter in self.parameters
+            ],
             "averages": [average.tolist() for average in self.averages],
             "generator": self.generator.get_state().tolist(),
             "objectives": {name: objective.state() for name, (objective, _) in self.objectives.items()},
@@ -171,13 +168,14 @@ class Descent:
             return
         state = read_json(self.file)
         # The rate and what is averaged depend on the number of steps.
-        if (state["identity"], state.get("steps")) != (self.identity, self.steps):
+        if (state["identity"], state.get("steps")) != (self.identity, self.steps) or "optimizer" not in state:
             return
-        for parameter, values in zip(self.parameters, state["parameters"], strict=True):
+        for parameter, values, of_adam in zip(self.parameters, state["parameters"], state["optimizer"], strict=True):
             parameter.copy_(torch.tensor(values))
-        for moments, saved in zip(self.moments, state["moments"], strict=True):
-            for moment, values in zip(moments, saved, strict=True):
-                moment.copy_(torch.tensor(values))
+            self.optimizer.state[parameter] = {
+                name: torch.tensor(value, device=None if name == "step" else parameter.device)
+                for name, value in of_adam.items()
+            }
         for average, values in zip(self.averages, state["averages"], strict=True):
             average.copy_(torch.tensor(values))
         self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
