@@ -19,7 +19,7 @@ import reference_pages
 from documents import PAGES, words_of
 from folders import ROOT
 from hf_posenc.cli.main import COMMANDS
-from hf_posenc.evaluation.records import Record, RetrievalRecord
+from hf_posenc.evaluation.records import JsonRecord, Record, RetrievalRecord
 from hf_posenc.explain.method_words import method_words
 from hf_posenc.families.family_data import attention_capabilities, capabilities
 from hf_posenc.methods.registry import methods
@@ -119,7 +119,11 @@ def test_every_public_name_is_documented() -> None:
 
 @pytest.mark.parametrize("kind", [Record, RetrievalRecord])
 def test_every_field_of_a_record_is_documented(kind: type) -> None:
-    described = re.findall(r"^    (\w+): ", inspect.getdoc(kind) or "", re.MULTILINE)
+    described = [
+        name
+        for one in (JsonRecord, kind)
+        for name in re.findall(r"^    (\w+): ", inspect.getdoc(one) or "", re.MULTILINE)
+    ]
     assert described == [one.name for one in fields(kind)]
 
 

@@ -34,7 +34,6 @@ OTHERS = {
     "IndexError": "Python's, of iterating over a dataset",
 }
 INTERNAL = {
-    ("attention/shifted.py", "TypeError"): "Transformers calls a mask function with names only",
     ("utils/files.py", "OSError"): "a full disk, which safetensors reports as an error of its own",
 }
 
