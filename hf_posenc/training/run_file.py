@@ -207,7 +207,7 @@ def settings_besides_flags(given: argparse.Namespace, known: Sequence[type]) -> 
     values = read_run(flags["config"], known) if flags.get("config") else {}
     dropped: tuple[str, ...] = ()
     # Each of these says how far, so that another one must not say it too.
-    if any(name in flags for name in _TARGET) or "factor" in flags.get("rope_scaling", ""):
+    if any(name in flags for name in _TARGET) or '"factor"' in flags.get("rope_scaling", ""):
         dropped += _TARGET
     if "preset" in flags or "rope_scaling" in flags:  # either is a whole rule
         dropped += (*_RULE, "factor", "options", "original_max_position_embeddings")

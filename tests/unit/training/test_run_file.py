@@ -164,8 +164,9 @@ def test_a_flag_wins_over_what_the_file_says_in_another_way(tmp_path: Path) -> N
     run, _, _ = parsed("--config", file, "--rope-scaling", dictionary)
     assert (run.rope_scaling, run.method, run.factor, run.options) == (dictionary, None, None, {})
     file.write_text('output_dir = "out"\nrope_scaling = "yarn"\ncontext_length = 2048\n')
-    run, _, _ = parsed("--config", file, "--rope-scaling", '{"rope_type": "linear"}')
-    assert (run.rope_scaling, run.context_length) == ('{"rope_type": "linear"}', 2048)
+    for dictionary in ('{"rope_type": "linear"}', '{"rope_type": "yarn", "attention_factor": 1.1}'):
+        run, _, _ = parsed("--config", file, "--rope-scaling", dictionary)
+        assert (run.rope_scaling, run.context_length) == (dictionary, 2048)
     run, _, _ = parsed("--config", file, "--method", "ntk")
     assert (run.rope_scaling, run.method, run.context_length) == (None, "ntk", 2048)
     write_run(tmp_path / RUN_FILE, {"output_dir": "x", "options": {"attention_factor": None, "ramp": "paper"}})
