@@ -45,13 +45,16 @@ class Installed:
 
     Attributes:
         applied_by: What the layers attend by, or whose hooks add positions to the embeddings.
-        implementation: The attention implementation in use before; None if it is still in use.
         hooks: Those of the decoder and its parts.
     """
 
     applied_by: Any
-    implementation: str | None
     hooks: list[RemovableHandle]
+
+    @property
+    def implementation(self) -> str | None:
+        """The attention implementation in use before; None if it is still in use."""
+        return getattr(self.applied_by, "inner", None)
 
     def problem(self, rotary: RotaryModel) -> str | None:
         """Return the part of it that is no longer in place; None if all of it is."""
@@ -215,10 +218,10 @@ def install_attention(
     assert isinstance(method, AttentionMethod), method
     before = read_before(rotary, text_layers(rotary), min(SHORT, method.plain_until(extension.spec)))
     config = rotary.text_config
-    inner = config._attn_implementation
-    attention = RotatingAttention(extension, inner, saved.buffers[f"{rotary.prefix}inv_freq"], rotation)
-    hooks = attend_by(rotary, attention, lambda module: layer_kind(module, config))
-    installed = InstalledAttention(attention, inner, hooks)
+    attention = RotatingAttention(
+        extension, config._attn_implementation, saved.buffers[f"{rotary.prefix}inv_freq"], rotation
+    )
+    installed = InstalledAttention(attention, attend_by(rotary, attention, lambda module: layer_kind(module, config)))
     try:
         check_installed(rotary, attention, saved, before)
     except Exception:

@@ -179,17 +179,16 @@ def _before_layers(rotary: RotaryModel, encoding: AddedToEmbeddings) -> Installe
         decoder.register_forward_pre_hook(added.number, with_kwargs=True),
         first_layer(model, names[attention]).register_forward_pre_hook(added.add, with_kwargs=True),
     ]
-    return InstalledEncoding(added, None, hooks)
+    return InstalledEncoding(added, hooks)
 
 
 def _in_attention(rotary: RotaryModel, encoding: Any) -> InstalledEncoding:
-    inner = rotary.text_config._attn_implementation
-    attention = EncodingAttention(encoding, inner)
+    attention = EncodingAttention(encoding, rotary.text_config._attn_implementation)
 
     def kind_of(module: nn.Module) -> str:
         return (FULL if has_positions(module) else PASS) if attends_to_text(module) else CROSS
 
-    return InstalledEncoding(attention, inner, attend_by(rotary, attention, kind_of))
+    return InstalledEncoding(attention, attend_by(rotary, attention, kind_of))
 
 
 def _check_applied(rotary: RotaryModel, applied_by: EncodingAttention | AbsolutePositions, num_tokens: int) -> None:
