@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_posenc.data.tokens import spread
+
 _CHARS_PER_TOKEN = 8  # at most, of such texts, so that a piece is long enough
 
 
@@ -43,7 +45,7 @@ def pieces(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int
     """
     size = _CHARS_PER_TOKEN * length
     parts = [text[at : at + size] for text in texts for at in range(0, len(text) - size + 1, size)]
-    chosen = [parts[place * len(parts) // number] for place in range(number)] if len(parts) > number else parts
+    chosen = spread(parts, number)
     encode = (tokenizer(part, return_tensors="pt", add_special_tokens=False, verbose=False) for part in chosen)
     ids = [encoded.input_ids[0][:length] for encoded in encode]
     return [one for one in ids if len(one) == length]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 IGNORED = -100  # the label that cross entropy and Transformers leave out
 
@@ -40,3 +43,15 @@ def joined(parts: Sequence[MaskedTokens]) -> MaskedTokens:
 def ids_of(document: Tokens) -> torch.Tensor:
     """Return the token ids of a document."""
     return document.ids if isinstance(document, MaskedTokens) else document
+
+
+def spread(items: Sequence[T], count: int | None) -> list[T]:
+    """Return at most ``count`` items, evenly spread over the sequence, in order; None returns all."""
+    if count is None or count >= len(items):
+        return list(items)
+    return [items[index * len(items) // count] for index in range(count)]
+
+
+def whole_pieces(documents: Sequence[torch.Tensor], length: int) -> list[torch.Tensor]:
+    """Return documents cut into pieces of a length, without the shorter rest of each: int64 ``(length,)``."""
+    return [piece for text in documents for piece in torch.split(text, length) if len(piece) == length]

@@ -7,13 +7,15 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_posenc.data.packing import check_ids
 from hf_posenc.data.reading import tokenize_text
+from hf_posenc.data.tokens import spread as spread
+from hf_posenc.data.tokens import whole_pieces as whole_pieces
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.evaluation.config import EvalConfig
 from hf_posenc.evaluation.windows import Run
@@ -21,7 +23,6 @@ from hf_posenc.utils.warning import warn_user
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Document = str | Sequence[int] | torch.Tensor
 
 
@@ -98,13 +99,6 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def spread(items: Sequence[T], count: int | None) -> list[T]:
-    """Return at most ``count`` items, evenly spread over the sequence, in order; None returns all."""
-    if count is None or count >= len(items):
-        return list(items)
-    return [items[index * len(items) // count] for index in range(count)]
-
-
 def settle_bos(
     runs: Sequence[Run],
     text_config: PreTrainedConfig,
@@ -175,7 +169,7 @@ def texts_of(
     long_enough = [row for row in ids if len(row) >= needed]
     _tell_left_out(ids, len(long_enough), needed)
     if config.cut:
-        texts = [piece for row in long_enough for piece in torch.split(row, kept) if len(piece) == kept]
+        texts = whole_pieces(long_enough, kept)
     else:
         texts = [row if rule.whole and limit is None else row[:kept] for row in long_enough]
     if run.bos != "none" and any(len(text) and int(text[0]) == bos_id for text in texts):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.evaluation.documents import spread
+from hf_posenc.evaluation.documents import spread, whole_pieces
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ def split_texts(ids: Sequence[torch.Tensor], target: int, max_texts: int, held_o
 
 
 def _split(ids: Sequence[torch.Tensor], target: int, max_texts: int, held_out: int) -> Texts:
-    documents = [[one for one in torch.split(row, target) if len(one) == target] for row in ids]
-    documents = [texts for texts in documents if texts]
+    documents = [texts for row in ids if (texts := whole_pieces([row], target))]
     if not documents:
         longest = max(len(row) for row in ids)
         raise InvalidRequestError(

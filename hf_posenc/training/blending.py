@@ -18,11 +18,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.data.installed_texts import INSTALLED, pieces
+from hf_posenc.data.tokens import spread, whole_pieces
 from hf_posenc.evaluation import Record, perplexity
-from hf_posenc.evaluation.documents import spread
 from hf_posenc.evaluation.intervals import Ratio, paired_interval
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.training.retaining import retained_texts, whole_pieces
+from hf_posenc.training.retaining import retained_texts
 from hf_posenc.utils.dtypes import round_to_stored
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hf_posenc.data.packing import PackedDocuments
 from hf_posenc.data.retained_texts import LIKELY, RetainedTexts, first_token
+from hf_posenc.data.tokens import whole_pieces
 from hf_posenc.evaluation.documents import hash_token_ids
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, row_chunks
 from hf_posenc.evaluation.losses import evaluation_mode
@@ -112,11 +113,6 @@ def _kept(
 
     from_main(make)
     return RetainedTexts.load(file)
-
-
-def whole_pieces(documents: Sequence[torch.Tensor], length: int) -> list[torch.Tensor]:
-    """Return documents cut into pieces of a length, without the shorter rest of each: int64 ``(length,)``."""
-    return [piece for text in documents for piece in torch.split(text, length) if len(piece) == length]
 
 
 def _pieces(documents: Sequence[torch.Tensor], length: int, count: int, seed: int) -> torch.Tensor:
