@@ -18,7 +18,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.evaluation.memory import return_free_memory
 from hf_posenc.evaluation.model_facts import hash_json
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.fitting.budget import Budget, Decide, Seconds
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.recording import OwnAttention
 from hf_posenc.fitting.rule_attention import RuleAttention, extended_layers, seen_keys
@@ -49,6 +51,7 @@ _SEPARATE = ("q_proj", "k_proj")
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv")
 TOKENS_IN_PIECES = 4096  # of a step that takes every query of some pieces
 _OF_SHORT_TEXTS = ("short_steps", "short_rate")  # settings of what is done after the layers are fitted
+_SHARE_OF_LAYERS = 0.6  # of the time that a budget leaves; the rest is for steps on short texts
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,13 @@ class Adapter:
     """Low-rank changes of a model's weights.
 
     Attributes:
-        rank: Their rank.
+        settings: How they were fitted: their rank, and the steps that were taken.
         modules: Names of the changed projections, such as ``q_proj``.
         weights: By name, as PEFT has them.
         errors: For each layer the relative squared error of its output under the rule, before and after.
     """
 
-    rank: int
+    settings: AdaptConfig
     modules: tuple[str, ...]
     weights: dict[str, torch.Tensor] = field(repr=False)
     errors: tuple[tuple[float, float], ...] = ()
@@ -71,7 +74,7 @@ class Adapter:
         """Return a model with the changes as a PEFT adapter, which ``merge_and_unload`` adds to the weights."""
         from peft import set_peft_model_state_dict
 
-        wrapped = _wrapped(model, self.rank, self.modules)
+        wrapped = _wrapped(model, self.settings.rank, self.modules)
         set_peft_model_state_dict(wrapped, self.weights)
         return wrapped
 
@@ -133,6 +136,7 @@ class LayerMatching:
         original: int,
         seed: int,
         folder: Path,
+        decide: Decide,
     ) -> None:
         """Make one.
 
@@ -144,9 +148,11 @@ class LayerMatching:
             original: The original length, in tokens.
             seed: Of the drawn queries.
             folder: Where the changes of each layer are kept as soon as they are fitted.
+            decide: Returns how many steps are taken in each layer.
         """
         self.student, self.config, self.original, self.folder = student, config, original, folder
-        self.num_texts, self.piece, self.seed = num_texts, max(2, original // 4), seed
+        self.num_texts, self.piece, self.seed, self.decide = num_texts, max(2, original // 4), seed, decide
+        self.began = time.perf_counter()
         self.positions: torch.Tensor | None = None
         self._teachers = {layer: attention_of(layer) for layer in text_layers(rotary)}
         self._output: torch.Tensor | None = None  # of the teacher's attention, (batch, length, heads, head_dim)
@@ -221,31 +227,46 @@ class LayerMatching:
         if (file := _file_of(module, self.folder)).is_file():  # fitted before the run was stopped
             return
         weights = low_rank_weights(module)
-        generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
-        errors = []
         optimizer = torch.optim.Adam(weights.values(), self.config.learning_rate)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, self.config.steps)
-        self.student.begin(None, 0, 0)
         with _kept_projections(module) as begin_row:
-            for step in range(self.config.steps):
+
+            def gradients(step: int, generator: torch.Generator) -> float:
                 row = step % len(wanted)
                 self._in_pieces = row >= self.num_texts
                 begin_row(None if self._in_pieces else row)
                 drawn = self._draw(wanted.shape[1], row + step // len(wanted), generator)
                 self._rows, read = (positions.to(wanted.device) for positions in drawn)
+                optimizer.zero_grad()
                 with torch.enable_grad():
                     error = self._error(module, args, kwargs, wanted, row, read)
-                    optimizer.zero_grad()
                     error.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+                return float(error.detach())
+
+            self.student.begin(None, 0, 0)
+            steps = self.decide(lambda: self._cost(gradients, len(wanted)))
+            generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+            errors = []
+            for step in range(steps):
+                errors.append(gradients(step, generator))
                 optimizer.step()
                 schedule.step()
-                errors.append(float(error.detach()))
         self._rows = None
         few = max(1, min(2 * len(wanted), len(errors) // 4))
         again = (len(errors) - few) // (4 * len(wanted)) * 4 * len(wanted)  # the last steps on the same parts
         found = sum(errors[:few]) / few, sum(errors[again : again + few]) / few
         write_tensors({**weights, "errors": torch.tensor(found, dtype=torch.float64)}, file)
         return_free_memory()
+
+    def _cost(self, gradients: Callable[[int, torch.Generator], float], rows: int) -> Seconds:
+        """Return the seconds of all layers after the first: of the teacher, and of a step in each."""
+        layers, of_teacher = len(self._teachers), time.perf_counter() - self.began
+        generator = torch.Generator()
+        for _ in range(2):  # the first time warms up
+            began = time.perf_counter()
+            for row in range(rows):
+                gradients(row, generator)
+        return of_teacher * (layers - 1), (time.perf_counter() - began) / rows * layers
 
     def _draw(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Return positions of queries, rising, and of the tokens that the layer gets for them.
@@ -374,6 +395,8 @@ def adapt(
     seed: int,
     folder: Path,
     identity: str,
+    budget: Budget,
+    share: float = 1.0,
     show_progress: bool = True,
 ) -> Adapter:
     """Fit the changes of all layers in one forward of the teacher, then together; the model is left as it was.
@@ -391,15 +414,25 @@ def adapt(
         seed: Of everything random.
         folder: Where the layers that are fitted are kept, so that a stopped run goes on.
         identity: What the changes depend on besides the settings; files of another one are not read.
+        budget: The time it may take: with a limit, the steps may be fewer than in the settings.
+        share: Of the time that is left.
         show_progress: Whether to show it.
+
+    Raises:
+        ValueError: There is time for hardly a step.
     """
     from peft import get_peft_model_state_dict
 
     of_layers = {name: value for name, value in vars(config).items() if name not in _OF_SHORT_TEXTS}
-    folder = folder / f"adapter-{hash_json([identity, of_layers])}"
+    limit = [] if budget.seconds is None else [budget.seconds]
+    folder = folder / f"adapter-{hash_json([identity, of_layers, *limit])}"
     folder.mkdir(parents=True, exist_ok=True)
     modules = projections(rotary)
     began = time.perf_counter()
+    decide: Decide = partial(
+        budget.steps, config.steps, folder / "steps.json", share=share * _SHARE_OF_LAYERS, of=" in each layer"
+    )
+    decide_short = partial(budget.steps, config.short_steps, folder / "short_steps.json", share=share, fewest=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         wrapped = _wrapped(rotary.model, config.rank, modules)
@@ -407,16 +440,17 @@ def adapt(
         fitted = extended_layers(rotary)
         if not all(_file_of(layer, folder).is_file() for layer in fitted):
             with teacher:
-                matching = LayerMatching(rotary, student, config, len(texts), original, seed, folder)
+                matching = LayerMatching(rotary, student, config, len(texts), original, seed, folder, decide)
                 _fit_layers(rotary, fitted, texts, matching, show_progress)
         errors = tuple(_restore(layer, folder) for layer in fitted)
-        match_short_texts(wrapped, texts, extended, config, original, seed, folder, show_progress)
+        steps = decide(lambda: (0.0, 1.0))  # as they were fitted with
+        short = match_short_texts(wrapped, texts, extended, config, original, seed, folder, decide_short, show_progress)
         weights = {name: weight.cpu().clone() for name, weight in get_peft_model_state_dict(wrapped).items()}
     finally:
         wrapped.unload()
     before, after = (sum(pair[which] for pair in errors) / len(errors) for which in (0, 1))
     logger.info("adapted: error %.4f -> %.4f in %.0f s", before, after, time.perf_counter() - began)
-    return Adapter(config.rank, modules, weights, errors)
+    return Adapter(replace(config, steps=steps, short_steps=short), modules, weights, errors)
 
 
 @torch.no_grad()

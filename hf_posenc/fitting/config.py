@@ -143,7 +143,7 @@ class FitConfig:
         "the list for texts up to the original length: equal, the fitted one, or plain, all ones, with which a KV "
         "cache that grows past the original length is wrong",
     )
-    budget: Duration | None = setting(None, None, "longest time to take (20m): fewer steps, and fewer compared methods")
+    budget: Duration | None = setting(None, None, "time to take (20m), about: fewer steps, and fewer compared methods")
     dry_run: bool = setting(False, flag, "only show what it will take")
     original_max_position_embeddings: ContextLength | None = same_field(
         ExtensionConfig, "original_max_position_embeddings"
@@ -260,6 +260,8 @@ class FitConfig:
                 f"{argument('adapt')} takes a {argument('teacher')} that leaves the model's frequencies alone, such as "
                 f"'dca', or none; got {self.teacher!r}."
             )
-        given = {"budget": self.budget is not None, "take_best": self.take_best}
-        if others := [argument(name) for name, is_given in given.items() if is_given]:
-            raise InvalidRequestError(f"{argument('adapt')} cannot be used with {' and '.join(others)}: leave one out.")
+        if self.take_best:
+            raise InvalidRequestError(
+                f"{argument('adapt')} cannot be used with {argument('take_best')}, which may leave the changed weights "
+                "out: leave one out."
+            )

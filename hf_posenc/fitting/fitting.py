@@ -29,6 +29,7 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import try_rows
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.adapting import Adapter, adapt, projections
+from hf_posenc.fitting.budget import Budget
 from hf_posenc.fitting.config import GRID, AdaptConfig, FitConfig
 from hf_posenc.fitting.descent import Descent, Step
 from hf_posenc.fitting.grid import best_of_grid
@@ -51,12 +52,13 @@ from hf_posenc.patching.presets import preset_for, presets
 from hf_posenc.patching.request import resolve
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.console import quiet
-from hf_posenc.utils.files import read_json, write_whole
+from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import duration_name
 
 logger = logging.getLogger(__name__)
 
-_FEWEST_STEPS = 20
+# Of the time that a budget leaves, for fitting the rule where weights are changed after it.
+_SHARE_OF_THE_RULE = 0.25
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def fit_method(
     spec, texts, rotation = _checked(rotary, tokenizer, documents, config)
     with _folder(work_dir) as where, evaluation_mode(rotary.model), _frozen(rotary.model):
         folder = Path(where).expanduser()
-        run = FitRun(rotary, tokenizer, texts, spec, rotation, config, folder, model_name, began)
+        run = FitRun(rotary, tokenizer, texts, spec, rotation, config, folder, model_name, Budget(config.budget, began))
         folder.mkdir(parents=True, exist_ok=True)
         (options, adapter, steps, facts), *others = (_fit(run, config.seed + more) for more in range(config.seeds))
         rows, left_out = measure_rows(run, options, adapter)
@@ -313,11 +315,12 @@ def _fit_rule(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[
         "tokens": sum(map(len, fitted)),
         "weights": hash_weights(run.rotary.model),
     }
+    recordings = []
+    if config.steps and any(kind.needs_teacher for kind in kinds.values()):
+        recordings = [_record(run, ids, at, facts) for at, ids in enumerate(fitted)]
+    _keep_time_to_measure(run)
     if config.steps == 0:
         return run.options_of(config.start_method(run.factor)), [], facts
-    recordings = []
-    if any(kind.needs_teacher for kind in kinds.values()):
-        recordings = [_record(run, ids, at, facts) for at, ids in enumerate(fitted)]
     generator = torch.Generator().manual_seed(seed)
     start = None if config.start == GRID else config.start_method(run.factor).frequencies(spec)
     rule = _parameters(run, start or make_method("ntk", run.factor).frequencies(spec))
@@ -337,7 +340,13 @@ def _fit_rule(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[
             identity=identity,
         )
         if run.steps is None:
-            run.steps = _affordable_steps(run, descent, attention)
+            run.steps = run.budget.steps(
+                config.steps,
+                run.folder / f"steps-{descent.identity}.json",
+                lambda: (0.0, config.seeds * descent.seconds_of_a_step()),
+                share=1.0 if config.adapt_options is None else _SHARE_OF_THE_RULE,
+                of=f" for each of {config.seeds} seeds" * (config.seeds > 1),
+            )
         descent.steps = run.steps
         descent.load()
         if start is None and not descent.done:
@@ -367,9 +376,11 @@ def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any], see
         seed=seed,
         folder=run.folder,
         identity=hash_json([facts, options, row]),
+        budget=run.budget,
+        share=1 / (config.seeds - (seed - config.seed)),
         show_progress=not config.hide_progress,
     )
-    facts["adapted"] = {"modules": list(adapter.modules), **vars(settings)}
+    facts["adapted"] = {"modules": list(adapter.modules), **vars(adapter.settings)}
     return adapter
 
 
@@ -437,46 +448,18 @@ def _record(run: FitRun, ids: torch.Tensor, at: int, facts: Mapping[str, Any]) -
     return recording
 
 
+def _keep_time_to_measure(run: FitRun) -> None:
+    """Keep a part of the budget for the fitted rule of each seed, with its changes of the weights, and one other."""
+    if run.budget.seconds is None or not (held_out := run.texts.held_out) or run.budget.rules:
+        return
+    run.pass_seconds = run.pass_seconds or time_pass(run.rotary, held_out[0])  # of the teacher, where it read a text
+    run.budget.rules = 1 + run.config.seeds + (run.config.adapt_options is not None)
+    run.budget.measuring = run.pass_seconds * len(held_out) * run.budget.rules
+
+
 @torch.no_grad()
-def time_pass(run: FitRun, attention: RuleAttention) -> float:
-    ids = run.texts.held_out[0][None]
-    positions = attention.begin(None, 0, ids.shape[1])
+def time_pass(rotary: RotaryModel, ids: torch.Tensor) -> float:
     began = time.perf_counter()
-    body = decoder_body(run.rotary.model)
-    states = body(input_ids=ids.to(run.rotary.device), position_ids=positions, use_cache=False).last_hidden_state
+    states = decoder_body(rotary.model)(input_ids=ids[None].to(rotary.device), use_cache=False).last_hidden_state
     float(states[0, -1, 0])  # waits until a GPU has finished
     return time.perf_counter() - began
-
-
-def _affordable_steps(run: FitRun, descent: Descent, attention: RuleAttention) -> int:
-    """Return the number of steps of each seed: as requested, or what the budget leaves beside the measurement.
-
-    Raises:
-        ValueError: It leaves hardly any.
-    """
-    config, held_out, seeds = run.config, len(run.texts.held_out), run.config.seeds
-    if config.budget is None:
-        return config.steps
-    file = run.folder / f"steps-{descent.identity}.json"
-    known = read_json(file) if file.is_file() else {}
-    if known.get("budget") == config.budget:  # decided before the fit was stopped
-        return int(known["steps"])
-    step = descent.seconds_of_a_step()
-    if held_out and not run.pass_seconds:  # no teacher has read a text of this length
-        run.pass_seconds = time_pass(run, attention)
-    measured = run.pass_seconds * held_out * (1 + seeds)  # the fitted rule of each seed, and one other rule
-    steps = min(config.steps, int((run.seconds_left - measured) / seeds / step))
-    fewest = min(_FEWEST_STEPS, config.steps)
-    if steps < fewest:
-        least = config.budget - run.seconds_left + measured + seeds * fewest * step
-        work = f"{fewest} steps" + f" for each of {seeds} seeds" * (seeds > 1)
-        advice = f"a shorter {argument('context_length')}"
-        if held_out:
-            work += f" and the measurement of {1 + seeds} rules"
-            advice += f", or {argument('held_out')} 0"
-        raise InvalidRequestError(
-            f"a budget of {duration_name(config.budget)} is too short: {work} need {duration_name(least)} in all. Give "
-            f"more, or {advice}. The recordings of the teacher are kept if there is a folder for them."
-        )
-    write_whole(file, json.dumps({"steps": steps, "budget": config.budget}))
-    return steps

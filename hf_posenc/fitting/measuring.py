@@ -80,7 +80,7 @@ def measure_rows(
     for name, row in rows.items():
         short = row is None
         rivals = len(records.keys() - {FITTED, ADAPTED, NO_METHOD})
-        if rivals and not short and run.seconds_left < run.pass_seconds * len(run.texts.held_out):
+        if rivals and not short and run.budget.left < run.pass_seconds * len(run.texts.held_out):
             left_out.append(name)
             continue
         with run.extended(row, adapter if name == ADAPTED else None):
@@ -150,7 +150,7 @@ def find_numbers(
     asked: dict[str, dict[str, Any]] = {FITTED: run.config.request(FITTED, options)}
     asked |= {} if adapter is None else {ADAPTED: asked[FITTED]}
     asked |= {} if best is None else {best: run.config.request(best)}
-    if run.seconds_left < len(asked) * run.pass_seconds:
+    if run.budget.left < len(asked) * run.pass_seconds:
         return {}
     try:
         ids, hidden = hide_numbers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,6 +16,7 @@ from hf_posenc.attention.rotation import Rotation
 from hf_posenc.evaluation.rows import extended_as
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.adapting import Adapter
+from hf_posenc.fitting.budget import Budget
 from hf_posenc.fitting.config import FitConfig
 from hf_posenc.fitting.splitting import Texts
 from hf_posenc.methods.base import Method, plain_frequencies
@@ -38,7 +38,7 @@ class FitRun:
         config: The settings.
         folder: Where the recordings, the state and the results are kept.
         model_name: The model in records.
-        began: When the fit began, by ``time.perf_counter``.
+        budget: The time it may take.
         pass_seconds: What a forward over a text of the target length takes; 0 until one was timed.
         steps: How many steps each seed takes; None until that is decided.
     """
@@ -51,7 +51,7 @@ class FitRun:
     config: FitConfig
     folder: Path
     model_name: str | None
-    began: float
+    budget: Budget
     pass_seconds: float = 0.0
     steps: int | None = None
 
@@ -69,12 +69,6 @@ class FitRun:
     def factor(self) -> float:
         """Target / original."""
         return self.target / self.original
-
-    @property
-    def seconds_left(self) -> float:
-        """The rest of the budget in seconds; infinite without one."""
-        budget = self.config.budget
-        return float("inf") if budget is None else budget - (time.perf_counter() - self.began)
 
     def taught(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the part of a text on which the teacher is one: the unextended model only within its length."""

@@ -7,6 +7,7 @@ of the unextended model without them. No token of the text is a target, so that 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -22,11 +23,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits
 from hf_posenc.evaluation.memory import return_free_memory
+from hf_posenc.fitting.budget import Decide, Seconds
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_tensors
 
 _SAVE_EVERY = 5
+_PARTS = (16, 4, 16, 4, 16, 1)  # of the original length, in turn
 TOKENS_IN_STRETCHES = 2048  # of a step, where a stretch is no longer
 ROWS_OF_LOGITS = 256  # in memory at a time
 _WARMUP = 5  # steps in which the rate rises
@@ -41,9 +44,10 @@ def match_short_texts(
     original: int,
     seed: int,
     folder: Path,
+    decide: Decide,
     show_progress: bool = True,
-) -> None:
-    """Train the low-rank changes of a model in place.
+) -> int:
+    """Train the low-rank changes of a model in place; return in how many steps.
 
     Args:
         wrapped: The PEFT model, not extended.
@@ -53,6 +57,7 @@ def match_short_texts(
         original: The original length, in tokens.
         seed: Of what is drawn.
         folder: Where the state is kept, so that a stopped run goes on.
+        decide: Returns the number of steps.
         show_progress: Whether to show it.
 
     Raises:
@@ -62,25 +67,36 @@ def match_short_texts(
     body, device = decoder_body(model), model.device
     weights = list(low_rank_weights(wrapped).values())
     optimizer = torch.optim.Adam(weights, config.short_rate)
-    file = folder / f"short-texts-{config.short_steps}-{config.short_rate}.safetensors"
-    done = _load(file, weights, optimizer)
 
     def states(ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = body(input_ids=ids, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1)
 
-    with Progress("short texts", config.short_steps, unit="steps", done=done, shown=show_progress) as bar:
-        for step in range(done, config.short_steps):
-            ids = _draw(texts, original, seed, step).to(device)
+    def gradients(step: int) -> float:
+        ids = _draw(texts, original, seed, step).to(device)
+        optimizer.zero_grad()
+        with torch.no_grad(), wrapped.disable_adapter():
+            wanted = states(ids)
+        with extended(), torch.enable_grad(), recomputed_layers(model):
+            loss = divergence(model, states(ids), wanted)
+            loss.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+        return float(loss.detach())
+
+    def cost() -> Seconds:
+        began = time.perf_counter()
+        gradients(0)
+        seconds = time.perf_counter() - began
+        tokens = [_draw(texts, original, seed, step).numel() for step in range(len(_PARTS))]
+        return 0.0, seconds * sum(tokens) / len(tokens) / tokens[0]
+
+    steps = decide(cost)
+    file = folder / f"short-texts-{steps}-{config.short_rate}.safetensors"
+    done = _load(file, weights, optimizer)
+    with Progress("short texts", steps, unit="steps", done=done, shown=show_progress) as bar:
+        for step in range(done, steps):
             for group in optimizer.param_groups:
-                group["lr"] = config.short_rate * _rate(step, config.short_steps)
-            optimizer.zero_grad()
-            with torch.no_grad(), wrapped.disable_adapter():
-                wanted = states(ids)
-            with extended(), torch.enable_grad(), recomputed_layers(model):
-                loss = divergence(model, states(ids), wanted)
-                loss.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-            if not math.isfinite(value := float(loss.detach())):
+                group["lr"] = config.short_rate * _rate(step, steps)
+            if not math.isfinite(value := gradients(step)):
                 raise InvalidRequestError(
                     f"step {step + 1} on short texts gave a loss of {value}: the model overflows in its dtype, or "
                     "short_rate is too large. Load it in bfloat16 or float32, or lower short_rate."
@@ -88,8 +104,9 @@ def match_short_texts(
             optimizer.step()
             return_free_memory()
             bar.update()
-            if (step + 1) % _SAVE_EVERY == 0 or step + 1 == config.short_steps:
+            if (step + 1) % _SAVE_EVERY == 0 or step + 1 == steps:
                 _save(file, weights, optimizer, step + 1)
+    return steps
 
 
 def low_rank_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -128,7 +145,7 @@ def _draw(texts: Sequence[torch.Tensor], original: int, seed: int, step: int) ->
     They are a sixteenth of the original length long, or a fourth; every sixth step takes whole ones. A step draws the
     same whenever it is taken.
     """
-    length = max(2, original // (16, 4, 16, 4, 16, 1)[step % 6])
+    length = max(2, original // _PARTS[step % len(_PARTS)])
     generator = torch.Generator().manual_seed(seed + 1_000_003 * (step + 1))
     drawn = []
     for at in range(max(1, TOKENS_IN_STRETCHES // length)):

@@ -214,6 +214,80 @@ def test_another_number_of_steps_on_short_texts_fits_no_layer_again(
     assert any(not torch.equal(first.weights[name], weight) for name, weight in again.weights.items())
 
 
+class Clock:
+    """Time that passes only in steps: a second for one in a layer, ten for one on short texts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.in_layers, self.on_short = 100.0, 0, 0
+        error, divergence = adapting.LayerMatching._error, short_matching.divergence
+        monkeypatch.setattr("hf_posenc.fitting.budget.time.perf_counter", lambda: self.now)
+
+        def of_a_layer(matching: Any, *args: Any) -> torch.Tensor:
+            self.now, self.in_layers = self.now + 1, self.in_layers + 1
+            return error(matching, *args)
+
+        def of_short_texts(*args: Any) -> torch.Tensor:
+            self.now, self.on_short = self.now + 10, self.on_short + 1
+            return divergence(*args)
+
+        monkeypatch.setattr(adapting.LayerMatching, "_error", of_a_layer)
+        monkeypatch.setattr(short_matching, "divergence", of_short_texts)
+
+
+def test_a_budget_takes_fewer_steps_in_layers_and_on_short_texts(tmp_path: Path, monkeypatch: Any) -> None:
+    """Six layers and four texts, two of them in pieces.
+
+    Eight steps are timed; of the 242 seconds that are left three fifths are for 24 steps in each layer. Then one step
+    on short texts is timed, and 88 seconds are left.
+    """
+    clock = Clock(monkeypatch)
+    request = config(steps=0, held_out=0, budget=250.0, adapt_options={"steps": 40, "short_steps": 40})
+    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
+    result = fit_method(load_tiny(), None, texts, request, work_dir=tmp_path)
+    assert (clock.in_layers, clock.on_short) == (8 + 6 * 24, 1 + 8)
+    assert {name: result.facts["adapted"][name] for name in ("steps", "short_steps")} == {"steps": 24, "short_steps": 8}
+    fewer = {"steps": 24, "short_steps": 8}
+    again = fit_method(load_tiny(), None, texts, request, work_dir=tmp_path)
+    assert (clock.in_layers, clock.on_short) == (8 + 6 * 24, 1 + 8)
+    alone = fit_method(load_tiny(), None, texts, config(steps=0, held_out=0, adapt_options=fewer))
+    for adapter in (again.adapter, alone.adapter):
+        assert adapter is not None
+        assert result.adapter is not None
+        assert adapter.errors == result.adapter.errors
+        assert all(torch.equal(weight, adapter.weights[name]) for name, weight in result.adapter.weights.items())
+
+
+def test_a_budget_keeps_time_for_the_rule_the_measurement_and_each_seed(monkeypatch: Any) -> None:
+    """Of 1000 seconds, 400 are kept to measure four rules; a second seed has what the first one leaves."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("hf_posenc.fitting.fitting.time_pass", lambda rotary, ids: 100.0)
+    monkeypatch.setattr("hf_posenc.fitting.fitting.measure_rows", lambda run, *rest: ({}, [str(run.budget.left)]))
+    taken: list[tuple[int, int]] = []
+    wrap = Adapter.__init__
+
+    def noted(adapter: Adapter, settings: Any, *rest: Any) -> None:
+        taken.append((settings.steps, settings.short_steps))
+        wrap(adapter, settings, *rest)
+
+    monkeypatch.setattr(Adapter, "__init__", noted)
+    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0), token_ids(1024)[0].roll(1)]
+    request = config(steps=0, seeds=2, budget=1000.0, adapt_options={"steps": 100, "short_steps": 40})
+    fit_method(load_tiny(), None, texts, request)
+    # 592 seconds x 1/2 x 3/5 / 6 steps, then (600 - 8 - 6 x 29 - 10) / 2 / 10; as much again for the second.
+    assert taken[0] == (29, 20)
+    left = 600 - 8 - 6 * 29 - 10 - 200
+    second = int(0.6 * (left - 8) / 6)
+    assert taken[1] == (second, min(40, (left - 8 - 6 * second - 10) // 10))
+    assert clock.now - 100 <= 600
+
+
+def test_a_budget_that_is_too_short_for_the_layers(tmp_path: Path, monkeypatch: Any) -> None:
+    Clock(monkeypatch)
+    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
+    with pytest.raises(InvalidRequestError, match=r"60 s is too short: 20 steps in each layer need 3\.5 min in all"):
+        fit_method(load_tiny(), None, texts, config(steps=0, held_out=0, budget=60.0), work_dir=tmp_path)
+
+
 def test_the_changes_of_each_seed_are_measured_with_its_own_rule() -> None:
     """The perplexities that are said are those of fits with one seed."""
 
@@ -352,7 +426,7 @@ def test_the_unextended_model_is_a_teacher_within_its_length(fit: dict[str, Any]
         ({"start": "nowhere/rule.json"}, UnknownNameError, "'nowhere/rule.json'"),
         ({"start": "dca"}, InvalidRequestError, "'dca'"),
         ({"teacher": "yarn"}, InvalidRequestError, "'yarn'"),
-        ({"take_best": True, "budget": 60.0}, InvalidRequestError, "budget and .*take_best"),
+        ({"take_best": True}, InvalidRequestError, "take_best"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], kind: type[Exception], values: str) -> None:

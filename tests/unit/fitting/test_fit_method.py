@@ -361,9 +361,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, step = 100.0, Descent.step
-        monkeypatch.setattr("hf_posenc.fitting.run.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("hf_posenc.fitting.budget.time.perf_counter", lambda: self.now)
         monkeypatch.setattr(Descent, "seconds_of_a_step", lambda descent: 1.0)
-        monkeypatch.setattr("hf_posenc.fitting.fitting.time_pass", lambda run, attention: 10.0)
+        monkeypatch.setattr("hf_posenc.fitting.fitting.time_pass", lambda rotary, ids: 10.0)
 
         def timed(descent: Descent) -> Step:
             self.now += 1
