@@ -33,7 +33,7 @@ from hf_posenc.data.packing import PackedDocuments
 from hf_posenc.evaluation.memory import memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.planning.shapes import layer_repeat, text_config, with_layers
+from hf_posenc.planning.shapes import layer_pattern, text_config, with_layers
 from hf_posenc.training.base_model_facts import ModelFacts
 from hf_posenc.training.blocks import PackedBlocks, TrainingBlocks
 from hf_posenc.training.config import FinetuneConfig
@@ -164,7 +164,7 @@ def measure_training(
         load_in_4bit: Quantise the weights, which ``run`` trains adapters on.
         how: What trains; for comparisons.
     """
-    first = with_layers(config, layer_repeat(config))
+    first = with_layers(config, sum(layer_pattern(config)))
     _train(first, run, min(seq_len, 64), 2, packed, load_in_4bit, how)  # imports what training needs, and warms it up
     tidy()
     on_gpu = torch.cuda.is_available()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hf_posenc.cli.shared_arguments import MODEL, parse
 from hf_posenc.utils.units import ContextLength, MemorySize, TokenCount
@@ -99,16 +100,26 @@ def plan(argv: Sequence[str]) -> None:
         hf-posenc plan MODEL --context-length 32k --gpu-memory 24GB --training
     """
     positional = {"model": f"{MODEL['model']}; its weights are not read"}
-    given, what = parse("plan", plan.__doc__, argv, (PlanArguments,), positional)
+    given, what = parse("plan", plan.__doc__, argv, (PlanArguments,), positional, defaults=_of_recipe)
     from hf_posenc.planning.planner import plan as make_plan
     from hf_posenc.planning.text import plan_text
     from hf_posenc.training.config import FinetuneConfig
 
-    settings = {name: getattr(what, name) for name in _SETTINGS if getattr(what, name) != getattr(PlanArguments, name)}
+    settings = {name: getattr(what, name) for name in _SETTINGS}
     run = None
     if what.recipe is not None:
-        run = FinetuneConfig.from_recipe(what.recipe, output_dir="plan", **settings)
-    elif settings:
-        run = FinetuneConfig("plan", **settings)
+        set_ones = {name: value for name, value in settings.items() if value is not None}
+        run = FinetuneConfig.from_recipe(what.recipe, output_dir="plan", **set_ones)
+    elif changed := {name: value for name, value in settings.items() if value != getattr(PlanArguments, name)}:
+        run = FinetuneConfig("plan", **changed)
     made = make_plan(given.model, what.context_length, run=run, **{name: getattr(what, name) for name in _SHARED})
     print(json.dumps(made.as_dict(), indent=2) if what.json else plan_text(made))
+
+
+def _of_recipe(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return what the recipe, if one is given, sets of the flags."""
+    from hf_posenc.training.recipes import recipe_values
+
+    name = getattr(flags, "recipe", None)
+    values = {} if name is None else recipe_values(name, {})
+    return {name: values[name] for name in _SETTINGS if name in values}

@@ -97,8 +97,11 @@ class Plan:
         return self.training_options[self.chosen]
 
     @property
-    def all_weights(self) -> TrainingOption:
-        """The way to train all weights at the full length that needs least, of those FSDP2 can share; else the last."""
+    def all_weights(self) -> TrainingOption | None:
+        """The way to train all weights at the full length that needs least, of those FSDP2 can share if there are any.
+
+        None where no way trains all weights at the full length.
+        """
         return _all_weights(self.training_options, self.target)
 
     @property
@@ -240,8 +243,8 @@ def plan(
                 rows = _least_predicted(rows, context_length, config)
             situation = dataclasses.replace(situation, option=rows[chosen].name, fits=fits)
     sharding = None
-    if rows and memory is not None and not any(row.fits(memory) for row in _of_all_weights(rows, context_length)):
-        full = _all_weights(rows, context_length)
+    full = _all_weights(rows, context_length)
+    if full and memory is not None and not any(row.fits(memory) for row in _of_all_weights(rows, context_length)):
         if full.at_least and full.memory.weights <= usable(memory):
             full = full.predicted(config)
         sharding = fewest_devices(full, memory, facts.num_layers)
@@ -287,9 +290,10 @@ def _block(run: FinetuneConfig, target: int, original: int) -> int:
     return run.seq_len or of_recipe or (target if run.position_schedule == "full" else original)
 
 
-def _all_weights(rows: Sequence[TrainingOption], target: int) -> TrainingOption:
-    can_be_shared = [row for row in _of_all_weights(rows, target) if row.run.optim != EIGHT_BIT_ADAMW]
-    return (can_be_shared or rows)[-1]
+def _all_weights(rows: Sequence[TrainingOption], target: int) -> TrainingOption | None:
+    ways = _of_all_weights(rows, target)
+    can_be_shared = [row for row in ways if row.run.optim != EIGHT_BIT_ADAMW]
+    return next(reversed(can_be_shared or ways), None)
 
 
 def _of_all_weights(rows: Sequence[TrainingOption], target: int) -> list[TrainingOption]:

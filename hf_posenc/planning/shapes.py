@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
+from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.errors import InvalidRequestError, first_line
 from hf_posenc.utils.console import quiet
 
@@ -60,17 +61,27 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
-def layer_repeat(config: PreTrainedConfig) -> int:
-    """Return after how many layers their types repeat, by every per-layer list of the config."""
+def layer_pattern(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return how many of the first layers are unlike the others, and after how many layers the kinds of those repeat.
+
+    Layers are of one kind if their parameters have the same shapes, and every per-layer list of the config says the
+    same of them. The first ones of models with experts are often dense.
+    """
     text = text_config(config)
     layers = int(text.num_hidden_layers)
     if getattr(text, "is_heterogeneous", False):
-        return layers
-    lists = [value for _, value in _per_layer(text)]
-    for repeat in range(1, layers):
-        if all(row[i] == row[i % repeat] for row in lists for i in range(layers)):
-            return repeat
-    return layers
+        return 0, layers
+    stacks = [one for one in meta_model(config).modules() if isinstance(one, nn.ModuleList) and len(one) == layers]
+    kinds = [
+        ([row[at] for _, row in _per_layer(text)], [[p.shape for p in stack[at].parameters()] for stack in stacks])
+        for at in range(layers)
+    ]
+
+    def first_alike(repeat: int) -> int:
+        return max((at + 1 for at in range(layers - repeat) if kinds[at] != kinds[at + repeat]), default=0)
+
+    found = ((first_alike(repeat), repeat) for repeat in range(1, layers + 1))
+    return min(found, key=lambda one: one[0] + 2 * one[1])  # of which the fewest layers show all
 
 
 def for_all_layers(
@@ -81,12 +92,13 @@ def for_all_layers(
     One and two repeats are enough where all layers are alike; where they are not, the first can differ from those
     after.
     """
-    layers, repeat = int(text_config(config).num_hidden_layers), layer_repeat(config)
-    if layers <= 3 * repeat:
+    layers, (unlike, repeat) = int(text_config(config).num_hidden_layers), layer_pattern(config)
+    begin = unlike + (layers - unlike) % repeat
+    if layers <= begin + 3 * repeat:
         return dict(measure(config))
     first = 1 if repeat == 1 else 2
-    few, more = (measure(with_layers(config, times * repeat)) for times in (first, first + 1))
-    rest = layers / repeat - first
+    few, more = (measure(with_layers(config, begin + times * repeat)) for times in (first, first + 1))
+    rest = (layers - begin) // repeat - first
     return {name: few.get(name, 0) + rest * (more.get(name, 0) - few.get(name, 0)) for name in {**few, **more}}
 
 

@@ -267,11 +267,11 @@ def _verdict(plan: Plan) -> list[str]:
         room = f"{size_name(plan.gpu_memory)}, of which {size_name(RESERVE)} are left for the device's own use"
         words = f"the first that fits: {plan.option.label}" if plan.fits else "nothing here fits"
         lines.append(f"{words} ({room})")
-    weights = plan.all_weights.memory.weights
-    if plan.gpu_memory is not None and weights > usable(plan.gpu_memory):
+    full = plan.all_weights
+    if full is not None and plan.gpu_memory is not None and full.memory.weights > usable(plan.gpu_memory):
         lines.append(
             f"more devices do not help to train all weights: before they are shared out each holds them whole, "
-            f"{size_name(weights)}"
+            f"{size_name(full.memory.weights)}"
         )
     if plan.sharding is not None:
         how = "FSDP2 or ZeRO-3" + (" with context parallel" if plan.sharding.context_parallel else "")

@@ -438,3 +438,36 @@ def test_amounts_of_memory() -> None:
 def test_it_is_public() -> None:
     assert hf_posenc.plan is plan
     assert hf_posenc.Plan is type(plan(LlamaConfig(**TINY_SIZES), 128, gpu_memory="24GB"))
+
+
+@pytest.mark.parametrize("changes", [{"lora": True}, {"position_schedule": "pose"}])
+def test_what_trains_no_weights_at_the_full_length_is_not_said_to_do_so(changes: dict[str, Any]) -> None:
+    run = FinetuneConfig("unused", bf16=True, packing=False, **changes)
+    made = plan(LlamaConfig(**TINY_SIZES), 1024, gpu_memory=RESERVE + 1000, run=run)
+    assert made.all_weights is None
+    assert made.sharding is None
+    assert "all weights" not in plan_text(made)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "changed"),
+    [
+        ("reach", (), {"lora": True}),
+        ("reach", ("--lora", "false"), {"lora": False}),
+        ("qlora", ("--gradient-checkpointing", "false"), {"lora": True, "gradient_checkpointing": False}),
+    ],
+)
+def test_a_flag_overrides_a_recipe_where_it_is_the_usual_value_too(
+    recipe: str, flags: tuple[str, ...], changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[FinetuneConfig] = []
+
+    def noted(*args: Any, run: FinetuneConfig, **kwargs: Any) -> None:
+        planned.append(run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_posenc.planning.planner.plan", noted)
+    main(["plan", str(tiny_model_path()), "--context-length", "1k", "--recipe", recipe, *flags])
+    usual = FinetuneConfig.from_recipe(recipe, output_dir="plan")
+    for name in ("lora", "gradient_checkpointing", "packing", "per_device_train_batch_size"):
+        assert getattr(planned[0], name) == changed.get(name, getattr(usual, name)), name

@@ -14,19 +14,29 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from folders import ROOT, SMOLLM2
 from hf_posenc.assets import tiny_model_path
+from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.evaluation.lm_head import row_chunks
 from hf_posenc.planning import training_memory
-from hf_posenc.planning.shapes import layer_repeat, with_layers
+from hf_posenc.planning.shapes import for_all_layers, layer_pattern, with_layers
 from hf_posenc.planning.tracking import ALL, LOGITS, MATRICES, MemoryTracker
 from hf_posenc.planning.training_memory import memory_at_peak, phase_bytes, predict_training_memory
 from hf_posenc.training import chunked_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import LoraSettings, add_lora
 
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux lets a peak start again")
 MEASURE = """
 import json, sys, torch
@@ -206,12 +216,35 @@ def test_each_option_saves_its_own_part() -> None:
 
 
 def test_layers_repeat_as_their_lists_say() -> None:
-    assert layer_repeat(llama(num_hidden_layers=5)) == 1
+    assert layer_pattern(llama(num_hidden_layers=5)) == (0, 1)
     gemma = Gemma3TextConfig(num_hidden_layers=12)
-    assert layer_repeat(gemma) == 6
+    assert layer_pattern(gemma) == (0, 6)
     cut = with_layers(gemma, 6)
     assert (cut.num_hidden_layers, cut.layer_types) == (6, gemma.layer_types[:6])
     assert gemma.num_hidden_layers == 12
+
+
+@pytest.mark.parametrize(
+    ("config", "pattern"),
+    [
+        (DeepseekV3Config(**SIZES, num_hidden_layers=9, first_k_dense_replace=3, n_routed_experts=4), (3, 1)),
+        (Qwen3MoeConfig(**SIZES, num_hidden_layers=9, decoder_sparse_step=2, num_experts=4), (0, 2)),
+        (Qwen3MoeConfig(**SIZES, num_hidden_layers=9, mlp_only_layers=[0, 1], num_experts=4), (2, 1)),
+    ],
+)
+def test_layers_without_experts_are_told_from_those_with_them(
+    config: PreTrainedConfig, pattern: tuple[int, int]
+) -> None:
+    assert layer_pattern(config) == pattern
+    measured: list[int] = []
+
+    def parameters(some: PreTrainedConfig) -> dict[str, float]:
+        measured.append(some.num_hidden_layers)
+        return {"all": sum(parameter.numel() for parameter in meta_model(some).parameters())}
+
+    found = for_all_layers(config, parameters)
+    assert max(measured) < 9
+    assert found == parameters(config)
 
 
 def test_a_family_that_needs_data_is_refused_by_name() -> None:
