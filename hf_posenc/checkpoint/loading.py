@@ -26,7 +26,7 @@ from hf_posenc.checkpoint.manifest import (
     is_saved_by_us,
 )
 from hf_posenc.checkpoint.pretrained import (
-    check_hub,
+    check_may_read,
     folder_with,
     is_gguf,
     load_tokenizer,
@@ -252,7 +252,7 @@ def check_path(path: Path, given: str) -> None:
     elif is_path(given):
         raise MissingFileError(f"there is no {'file' if path.suffix else 'file or folder'} {given!r}.")
     else:
-        check_hub(given)
+        check_may_read(given, {})
 
 
 def tokenizer_source(source: str) -> str:

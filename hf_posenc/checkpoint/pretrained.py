@@ -74,30 +74,6 @@ def folder_with(source: str | Path, names: Sequence[str], kwargs: Mapping[str, A
     return Path(files[0]).parent if files else None
 
 
-def check_hub(name: str) -> None:
-    """See that the Hub can be reached for a model that is not on this machine, before anything asks for many files.
-
-    Raises:
-        ValueError: It cannot, and the model's config was not downloaded before.
-    """
-    import huggingface_hub as hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    known = (hub.try_to_load_from_cache(name, file) for file in (CONFIG, ADAPTER_CONFIG))
-    if hub.constants.HF_HUB_OFFLINE or any(isinstance(file, str) for file in known):
-        return
-    try:
-        hub.get_hf_file_metadata(hub.hf_hub_url(name, CONFIG), timeout=_HUB_SECONDS)
-    except (HfHubHTTPError, HFValidationError):
-        return  # it answered, or the name is none: what loads the model says what is wrong
-    except Exception as error:  # of whichever library the Hub's client speaks HTTP with
-        raise InvalidRequestError(
-            f"{name!r} is no file or folder here, and the Hugging Face Hub cannot be reached to look for it "
-            f"({str(error).strip() or type(error).__name__}). Give a folder with config.json and *.safetensors, or a "
-            ".gguf file."
-        ) from error
-
-
 def check_may_read(source: str | Path, kwargs: Mapping[str, Any]) -> None:
     """Raise what keeps a checkpoint from being read, if it is no folder here: why the Hub does not give it.
 
@@ -128,7 +104,8 @@ def check_may_read(source: str | Path, kwargs: Mapping[str, Any]) -> None:
     ):
         return
     url = hub.hf_hub_url(name, CONFIG, subfolder=subfolder, revision=revision)
-    with hub_errors(name, "read"):
+    advice = "There is no such folder here either. A folder has config.json and *.safetensors; or give a .gguf file."
+    with hub_errors(name, "read", advice):
         try:
             hub.get_hf_file_metadata(url, token=kwargs.get("token"), timeout=_HUB_SECONDS)
         except RemoteEntryNotFoundError:

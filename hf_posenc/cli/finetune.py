@@ -121,13 +121,14 @@ def run_finetune(
     from hf_posenc.checkpoint.quantised import check_4bit
     from hf_posenc.data.examples import ExampleTokenizer
     from hf_posenc.families.rotary_model import RotaryModel
+    from hf_posenc.publishing.repository import make_repository
     from hf_posenc.reporting import text_table
     from hf_posenc.training.base_model_facts import ModelFacts
     from hf_posenc.training.data import read_tokens
     from hf_posenc.training.dry_run import dry_run
     from hf_posenc.training.launch import Launch
     from hf_posenc.training.run_plan import plan_run
-    from hf_posenc.training.training_run import Run, open_repository
+    from hf_posenc.training.training_run import Run
     from hf_posenc.utils.launching import own_device
 
     launch = Launch.from_environment()
@@ -160,7 +161,7 @@ def run_finetune(
     if config.task_mix is not None:  # a stream is read twice, as far as the budget goes
         planned(texts=(tokenizer, documents))
     is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's or accelerate's processes
-    repository = open_repository(config.hub) if is_first else None  # before the weights are loaded
+    repository = make_repository(**config.hub) if config.hub and is_first else None  # before the weights are loaded
     model, tokenizer = load_model(name, **vars(loading))
     if chat_template is not None:
         tokenizer.chat_template = chat_template

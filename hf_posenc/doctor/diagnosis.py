@@ -21,7 +21,7 @@ from hf_posenc.checkpoint.manifest import (
     mark_from,
     read_manifest,
 )
-from hf_posenc.checkpoint.pretrained import check_hub, check_may_read, folder_with, is_gguf
+from hf_posenc.checkpoint.pretrained import check_may_read, folder_with, is_gguf
 from hf_posenc.doctor.config_checks import Finding, check_was_read, read_meaning
 from hf_posenc.doctor.config_meaning import Known, serialization_name
 from hf_posenc.doctor.gguf_file import look_at_gguf
@@ -117,14 +117,13 @@ def _config_file(path: Path, given: str) -> Path:
     if not path.is_dir():
         if is_path(given):
             raise MissingFileError(f"there is no file or folder {given!r}.")
-        check_hub(given)
+        check_may_read(given, {})
     folder = folder_with(path if path.is_dir() else given, (CONFIG, ADAPTER_CONFIG, MANIFEST, TOKENIZER_CONFIG))
     for name in (CONFIG, ADAPTER_CONFIG):
         if folder is not None and (folder / name).is_file():
             return folder / name
     if path.is_dir():
         raise MissingFileError(f"folder {given!r} has no config.json.")
-    check_may_read(given, {})
     raise InvalidRequestError(f"cannot read {given!r}: the Hugging Face Hub has no {CONFIG} in it.")
 
 
@@ -286,7 +285,8 @@ def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
     contents = {target / CONFIG if into_folder else target: fixed}
     if into_folder and any(finding.code == "tokenizer-limit" for finding in diagnosis.findings) and diagnosis.file:
         tokenizer = read_json(diagnosis.file.parent / TOKENIZER_CONFIG)
-        limit = text_part(fixed)[1]["max_position_embeddings"]
+        manifest = read_manifest(diagnosis.file.parent) or {}  # which knows the target where the config cannot say it
+        limit = manifest.get("context_length", text_part(fixed)[1]["max_position_embeddings"])
         contents[target / TOKENIZER_CONFIG] = {**tokenizer, "model_max_length": limit}
     own = diagnosis.file.resolve().parent if diagnosis.file else None
     for file in contents:

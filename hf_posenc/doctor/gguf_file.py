@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ def look_at_gguf(
     metadata, divisors = _metadata(path)
     plain = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     loaded: dict[str, Any] = json.loads(plain.to_json_string(use_diff=False))
-    config = {**loaded, "rope_scaling": _scaling(declared)}
+    config = {**copy.deepcopy(loaded), "rope_scaling": _scaling(declared)}
     if divisors and tensors == [_DIVISORS]:
         length = metadata.get("context_length") or text_part(loaded)[1].get("max_position_embeddings")
         attention = float(declared.get("attn_factor", 1.0))

@@ -189,16 +189,6 @@ class Stage:
         return f"stage-{self.number}-{length_name(self.length)}"
 
 
-@dataclass(frozen=True)
-class HubTarget:
-    """The repository that the trained model is pushed to: the keywords of ``make_repository``."""
-
-    name: str
-    private: bool | None
-    token: str | None
-    revision: str | None
-
-
 @dataclass(repr=False)  # that of TrainingArguments leaves tokens out
 class FinetuneConfig(ExtensionConfig, TrainingArguments):
     """A fine-tuning run: every option of TrainingArguments under its own name, and those of hf_posenc.
@@ -470,14 +460,19 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         )
 
     @property
-    def hub(self) -> HubTarget | None:
-        """The repository that the trained model is pushed to; None where it is not pushed."""
+    def hub(self) -> dict[str, Any] | None:
+        """Keywords of ``make_repository`` for the one that the model is pushed to; None where it is not pushed."""
         if self.push_to_hub is None:
             return None
         name = self.push_to_hub
         if name == "true":
             name = self.hub_model_id or Path(str(self.output_dir)).absolute().name
-        return HubTarget(name, self.hub_private_repo, self.hub_token, self.hub_revision)
+        return {
+            "name": name,
+            "private": self.hub_private_repo,
+            "token": self.hub_token,
+            "revision": self.hub_revision,
+        }
 
     @property
     def resumes(self) -> bool:

@@ -27,7 +27,7 @@ from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, methods
 from hf_posenc.mixtures import kinds_of_steps, read_shares
 from hf_posenc.patching.extension import plain_spec
 from hf_posenc.training.base_model_facts import ModelFacts
-from hf_posenc.training.config import FinetuneConfig, HubTarget
+from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.conflicts import Combination, refuse_conflicts
 from hf_posenc.training.extending import choose_extension
 from hf_posenc.training.launch import Launch
@@ -165,7 +165,7 @@ class RunPlan:
     shorter: str
     resumes: bool
     checkpoint: Path | None
-    hub: HubTarget | None
+    hub: Mapping[str, Any] | None
     settings: Mapping[str, Any]
 
 

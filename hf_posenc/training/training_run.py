@@ -38,7 +38,7 @@ from hf_posenc.training.answers import ANSWERS, table
 from hf_posenc.training.base_model_facts import ModelFacts
 from hf_posenc.training.blending import SHORT_TEXTS, Blend, RetentionLimit, short_texts
 from hf_posenc.training.blocks import TrainingBlocks
-from hf_posenc.training.config import FinetuneConfig, HubTarget
+from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.data import Documents, Texts, make_blocks, read_texts
 from hf_posenc.training.extending import check_extended, extend
 from hf_posenc.training.launch import Launch
@@ -134,19 +134,14 @@ def finetune(
     source = {**source_settings(documents), **(source or {})}
     plan = plan_run(config, ModelFacts.of(RotaryModel(model)), Launch.from_environment(), source)
     meet_processes(plan.stages[0].trainer)
-    run = Run(plan, model, tokenizer, tokens_trained, repository=from_main(lambda: open_repository(plan.hub)))
+    run = Run(
+        plan,
+        model,
+        tokenizer,
+        tokens_trained,
+        repository=from_main(lambda: make_repository(**plan.hub) if plan.hub else None),
+    )
     return run.do(documents, eval_documents)
-
-
-def open_repository(hub: HubTarget | None) -> Repository | None:
-    """Make the repository that a run is pushed to, so that a missing permission is found before the training.
-
-    Raises:
-        HubAccessError, HubUnreachableError: It cannot be made or written to.
-    """
-    if hub is None:
-        return None
-    return make_repository(hub.name, private=hub.private, token=hub.token, revision=hub.revision)
 
 
 class Run:

@@ -20,7 +20,7 @@ from transformers import (
 from hf_posenc import describe, load_extended, patch_model, save_extended
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.manifest import MANIFEST
-from hf_posenc.checkpoint.pretrained import check_hub
+from hf_posenc.checkpoint.pretrained import check_may_read
 from hf_posenc.doctor.diagnosis import diagnose
 from hf_posenc.errors import HubUnreachableError
 from sharp_checkpoints import (
@@ -171,7 +171,7 @@ def test_a_cached_adapter_needs_no_hub(base: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *args, **kwargs: pytest.fail("it was asked"))
-    check_hub("someone/adapter")
+    check_may_read("someone/adapter", {})
 
 
 def test_a_merged_model_in_the_folder_of_its_adapter_is_a_model(

@@ -132,3 +132,13 @@ def test_a_live_model_that_lost_its_rule_is_found() -> None:
     other.set_attn_implementation("eager")
     (found,) = diagnose(other).findings
     assert "the attention implementation is 'eager'" in found.what
+
+
+def test_a_tokenizers_limit_is_raised_to_the_manifests_target(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": 128}))
+    target = json.loads((folder / "context_extension.json").read_text())["context_length"]
+    write_mended(diagnose(folder), folder)
+    assert json.loads(file.read_text())["model_max_length"] == target > 128
+    assert diagnose(folder).sound

@@ -63,7 +63,7 @@ def test_a_config_names_its_repository_and_keeps_what_it_was_given(
     push_to_hub: Any, hub_model_id: str | None, repository: str | None, tmp_path: Path
 ) -> None:
     run = FinetuneConfig(str(tmp_path / "run"), push_to_hub=push_to_hub, hub_model_id=hub_model_id)
-    assert (run.hub and run.hub.name, run.hub_model_id) == (repository, hub_model_id)
+    assert (run.hub and run.hub["name"], run.hub_model_id) == (repository, hub_model_id)
     assert dataclasses.replace(run) == run  # so it can be made of its own values again
 
 
