@@ -71,7 +71,8 @@ class RopeSpec:
                 f"of {self.num_pairs} pairs {self.unrotated_pairs} are said never to be rotated: at least one must."
             )
         check_number("rope_theta", self.rope_theta, above=1)
-        check_length("original_max_position_embeddings", self.original_max_position_embeddings)
+        length = check_length("original_max_position_embeddings", self.original_max_position_embeddings)
+        object.__setattr__(self, "original_max_position_embeddings", length)  # 2048.0 is 2048
 
     @property
     def num_pairs(self) -> int:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from hf_posenc.attention.inner import PREFIX, inner_attention, inner_name, slot_states
 from hf_posenc.attention.layout import Forward, text_positions
-from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
+from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
 
 # What a layer's queries and keys need: the rule, or nothing (its window never leaves the original length, it has no
 # positions, or a rotary module of its own); the keys of one that attends to images have no position in the text.
@@ -103,6 +103,20 @@ class PositionalAttention(abc.ABC, Generic[Seen]):
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the rule says; arguments and result are those of Transformers' attention functions."""
+
+
+def split_mask(mask: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return a mask as the states of the slots ``(batch, num_slots)``, or as a dense one; both None without a mask.
+
+    Raises:
+        ValueError: It is one of FlexAttention's.
+    """
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise InvalidRequestError(
+            "in hf_posenc's attention FlexAttention has causal masks only, not those of sliding windows or packed "
+            f"documents. Load the model with {argument('attn_implementation', 'sdpa')}."
+        )
+    return (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
 
 
 def hf_posenc_attention(

@@ -17,13 +17,13 @@ from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.footprint import KEPT_COSINES
 from hf_posenc.attention.inner import UNWRITTEN, inner_attention, piece_mask
-from hf_posenc.attention.interface import PASS, PositionalAttention
+from hf_posenc.attention.interface import PASS, PositionalAttention, split_mask
 from hf_posenc.attention.layout import StagedForward, written_slots
 from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.regional import attend_by_distance
 from hf_posenc.attention.rotation import ROTATIONS, RotatedKeys, Rotation, Tables, angles_at
 from hf_posenc.attention.staged import Stages
-from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import DistanceMethod, Extension, StagedMethod
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.warning import warn_user
@@ -165,16 +165,11 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the rule says; arguments and result are those of Transformers' attention functions."""
-        if mask is not None and not isinstance(mask, torch.Tensor):
-            raise InvalidRequestError(
-                "in hf_posenc's attention FlexAttention has causal masks only, not those of sliding windows or packed "
-                f"documents. Load the model with {argument('attn_implementation', 'sdpa')}."
-            )
+        states, dense = split_mask(mask)
         if self.seen is not None:
             self.seen.append((kind, query, key))
             # The values alone: how one layer rotates must not be felt in the next.
             return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
-        states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
         is_step = query.shape[2] == 1 and dense is None and not self.method.log_n
         if torch.compiler.is_compiling() and is_step and self.stages is not None:
             return self._compiled_step(self.stages, module, query, key, value, states, kind, kwargs)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.inner import inner_attention, piece_mask
-from hf_posenc.attention.interface import PASS, PositionalAttention
+from hf_posenc.attention.interface import PASS, PositionalAttention, split_mask
 from hf_posenc.attention.layout import Forward, Layout, written_slots
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.encodings.modules import AddedToLogits, RotatesPairs
@@ -53,7 +53,7 @@ class EncodingAttention(PositionalAttention[BiasedForward]):
         kwargs: dict[str, Any],
     ) -> Output:
         """Attend as the encoding says; arguments and result are those of Transformers' attention functions."""
-        states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
+        states, dense = split_mask(mask)
         if dense is not None and isinstance(self.cache_layer(module), StaticLayer):
             key, value, dense = written_slots(key, value, dense)
         elif dense is not None and self.cache is None and key.shape[2] > query.shape[2] and not _seen(dense[..., -1]):

@@ -39,8 +39,12 @@ def choose_window(config: PreTrainedConfig, requested: str | int, target: int) -
     if requested != KEEP and window is None:
         raise InvalidRequestError(
             f"{argument('sliding_window', requested)}: model_type {config.model_type!r} has no sliding window on every "
-            "layer, so "
-            "there is nothing to change (layers with a window beside layers that read everything keep theirs)."
+            "layer, so there is nothing to change (where others read everything, layers with a window keep it)."
+        )
+    if requested != KEEP and not can_change(config):
+        raise InvalidRequestError(
+            f"{argument('sliding_window', requested)}: each layer of model_type {config.model_type!r} keeps the window "
+            f"that it is built with (config.layer_types), which is {window} tokens, so it cannot be changed."
         )
     if requested == OFF:
         return None
@@ -51,9 +55,15 @@ def choose_window(config: PreTrainedConfig, requested: str | int, target: int) -
     if reach < target:
         raise InvalidRequestError(
             f"a sliding window of {chosen} tokens on {config.num_hidden_layers} layers carries information at most "
-            f"{reach} tokens, so {target} cannot be reached. Pass {argument('sliding_window', 'off')}, or a larger one."
+            f"{reach} tokens, so {target} cannot be reached. "
+            + (f"Pass {argument('sliding_window', 'off')}, or a larger one." if can_change(config) else "")
         )
     return chosen
+
+
+def can_change(config: PreTrainedConfig) -> bool:
+    """Return whether layers read the window from the config, and not from what they were built with."""
+    return not getattr(config, "layer_types", None)
 
 
 def check_window(requested: str | int) -> str | int:
@@ -81,6 +91,6 @@ def warn_about_window(config: PreTrainedConfig, target: int) -> None:
         layers = int(config.num_hidden_layers)
         warn_user(
             f"config.sliding_window is {window}: each layer looks back {window} tokens, so what is further away "
-            f"arrives only through other tokens (at most {window} x {layers} layers = {window * layers}). Pass "
-            f"{argument('sliding_window', 'off')} to attend to all of it."
+            f"arrives only through other tokens (at most {window} x {layers} layers = {window * layers})."
+            + (f" Pass {argument('sliding_window', 'off')} to attend to all of it." if can_change(config) else "")
         )

@@ -38,5 +38,5 @@ class Abf(StaticMethod):
             )
         return geometric_frequencies(spec, self.rope_theta), 1.0
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         return {**plain_rope_parameters(spec), "rope_theta": self.rope_theta}

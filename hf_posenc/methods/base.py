@@ -122,7 +122,6 @@ class Method(abc.ABC):
     is_encoding: ClassVar[bool] = False  # it replaces the model's RoPE by other code; NoPE is none, its RoPE is at rest
     instead_of_rope: ClassVar[bool] = False  # weights trained with it suit no rule for RoPE: encodings, and NoPE
     has_parameters: ClassVar[bool] = False  # it is trained with the model
-    plain_at_factor_1: ClassVar[bool] = True  # a factor of 1 leaves the model's own frequencies
 
     factor: float = 1.0
 
@@ -214,13 +213,8 @@ class Method(abc.ABC):
             ValueError: An option does not fit the model.
         """
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
-        """Return the keys of Transformers' ``rope_parameters`` that express the method; here, longrope lists.
-
-        Args:
-            spec: What the model was trained with.
-            per_layer_type: Each layer type of the model has ``rope_parameters`` of its own.
-        """
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
+        """Return the keys of Transformers' ``rope_parameters`` that express the method; here, longrope lists."""
         return self.longrope_parameters(spec)
 
     def longrope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
@@ -228,10 +222,11 @@ class Method(abc.ABC):
 
         Equal lists make the switch at the original length harmless, so the rule is exact with a KV cache.
         """
-        if self.factor == 1 and self.plain_at_factor_1:
-            return plain_rope_parameters(spec)
+        plain = plain_frequencies(spec)
         scaled, attention_factor = self.frequencies(spec)
-        divisors = torch.where(scaled > 0, plain_frequencies(spec) / scaled, STOPPED)[: spec.rotated_pairs].tolist()
+        if attention_factor == 1 and torch.allclose(scaled, plain, rtol=1e-9, atol=0):
+            return plain_rope_parameters(spec)
+        divisors = torch.where(scaled > 0, plain / scaled, STOPPED)[: spec.rotated_pairs].tolist()
         return longrope_lists(spec, self.factor, divisors, divisors, attention_factor)
 
     def temperature_for(self, rotated: RotatedPart) -> Self:
@@ -327,7 +322,7 @@ class AttentionMethod(Method):
     def needs_hf_posenc(self) -> bool:
         return True
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         return {"rope_type": "default"}
 
     @abc.abstractmethod

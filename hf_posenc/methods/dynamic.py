@@ -73,7 +73,7 @@ class DynamicNtk(StagedMethod):
         theta = spec.rope_theta * math.pow(stretch, spec.rotary_dim / (spec.rotary_dim - 2))
         return geometric_frequencies(spec, theta), 1.0
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         if self.needs_hf_posenc:
             return super().rope_parameters(spec)
         if spec.unrotated_pairs:
@@ -82,6 +82,12 @@ class DynamicNtk(StagedMethod):
                 "'proportional'). Take 'ntk' or 'yarn'."
             )
         return {"rope_type": "dynamic", "factor": self.factor}
+
+    def longrope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
+        raise InvalidRequestError(
+            "Transformers' dynamic rule depends on the length of each forward, and this model can be extended by lists "
+            "of divisors alone (longrope). Take dynamic without scope, dynamic_yarn, or a static method such as 'yarn'."
+        )
 
     @classmethod
     def read_options(cls, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,6 @@ class InPlaceOfRope:
     """Part of a method that takes the place of a model's RoPE."""
 
     instead_of_rope: ClassVar[bool] = True
-    plain_at_factor_1: ClassVar[bool] = False
 
     def numbers(self, model: ModelShape) -> Numbers | None:
         """Return its numbers on a model of this shape; None if it has none of its own."""

@@ -27,6 +27,6 @@ class Linear(StaticMethod):
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
         return plain_frequencies(spec) / self.factor, 1.0
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         named = plain_rope_parameters(spec) if spec.unrotated_pairs else {"rope_type": "linear"}
         return {**named, "factor": self.factor}

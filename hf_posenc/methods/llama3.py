@@ -42,7 +42,7 @@ class Llama3(StaticMethod):
         high = max(self.low_freq_factor, self.high_freq_factor)
         return by_parts_frequencies(spec, self.factor, self.low_freq_factor, high), 1.0
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         if spec.unrotated_pairs:
             return self.longrope_parameters(spec)
         return llama3_parameters(spec, self.factor, self.low_freq_factor, self.high_freq_factor)

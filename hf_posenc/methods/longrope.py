@@ -41,7 +41,6 @@ class LongRope(StaticMethod):
     rope_keys: ClassVar[frozenset[str]] = frozenset(
         {"factor", "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale"}
     )
-    plain_at_factor_1: ClassVar[bool] = False
 
     short_factor: tuple[float, ...] | None = option(
         None, divisors, "divisors up to the original length, one for each rotated pair; default: all 1"

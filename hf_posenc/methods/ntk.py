@@ -32,5 +32,5 @@ class Ntk(StaticMethod):
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
         return geometric_frequencies(spec, ntk_theta(spec, self.factor)), 1.0
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         return {**plain_rope_parameters(spec), "rope_theta": ntk_theta(spec, self.factor)}

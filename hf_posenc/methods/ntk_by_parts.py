@@ -80,7 +80,7 @@ class NtkByParts(BlendInTurns, StaticMethod):
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
         return by_parts_frequencies(spec, self.factor, self.beta_slow, self.beta_fast), 1.0
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         if spec.unrotated_pairs:
             return self.longrope_parameters(spec)
         return llama3_parameters(spec, self.factor, self.beta_slow, self.beta_fast)

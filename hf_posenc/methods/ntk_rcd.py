@@ -77,7 +77,6 @@ class NtkRcd(StaticMethod):
         "Raises the base until a pair of your choice, the critical one, is divided by the whole factor."
     )
     on_disk: ClassVar[str] = "default (longrope for beyond_critical=constant)"
-    plain_at_factor_1: ClassVar[bool] = False  # the scale may be larger than the factor
 
     critical_pair: int | None = critical_pair_option()
     scale: float | None = scale_option()
@@ -97,7 +96,7 @@ class NtkRcd(StaticMethod):
     def _scale(self) -> float:
         return self.factor if self.scale is None else self.scale
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         if self.beyond_critical == "constant":
             return self.longrope_parameters(spec)
         exponent = spec.rotary_dim / (2 * critical_pair_of(spec, self.critical_pair))

@@ -102,10 +102,9 @@ class Yarn(YarnOptions, StaticMethod):
             return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
         return _mscale(self.factor, 1.0)
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
-        # Transformers' own counts the pairs of an odd rotary_dim in two ways, and rotates all of them; and it looks
-        # for truncate where it is not, beside the layer types.
-        if self.ramp != "code" or spec.unrotated_pairs or spec.rotary_dim % 2 or (per_layer_type and not self.truncate):
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
+        # Transformers' own counts the pairs of an odd rotary_dim in two ways, and rotates all of them.
+        if self.ramp != "code" or spec.unrotated_pairs or spec.rotary_dim % 2:
             return self.longrope_parameters(spec)
         named = {name: value for name, value in self.changed_options().items() if name in self.rope_keys}
         return {

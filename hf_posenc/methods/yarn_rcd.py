@@ -30,7 +30,6 @@ class YarnRcd(StaticMethod):
     paper: ClassVar[str] = "Shang et al. 2025, arXiv:2502.20082, section 4.3"
     summary: ClassVar[str] = "YaRN that divides by the whole factor from a pair of your choice on, the critical one."
     on_disk: ClassVar[str] = "yarn (longrope for a scale other than the factor)"
-    plain_at_factor_1: ClassVar[bool] = False  # the scale may be larger than the factor
 
     critical_pair: int | None = critical_pair_option()
     scale: float | None = scale_option()
@@ -54,7 +53,7 @@ class YarnRcd(StaticMethod):
     def _attention_factor(self) -> float:
         return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
 
-    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         # Transformers' yarn rounds the end of its ramp up to a whole pair: half a pair before the critical one, no
         # rounding error leads to another.
         end = critical_pair_of(spec, self.critical_pair) - 0.5
@@ -66,7 +65,7 @@ class YarnRcd(StaticMethod):
                 beta_slow=rotations / (2 * math.pi),
                 attention_factor=self.attention_factor,
             )
-            return yarn.rope_parameters(spec, per_layer_type=per_layer_type)
+            return yarn.rope_parameters(spec)
         return self.longrope_parameters(spec)
 
     def temperature_for(self, rotated: RotatedPart) -> Self:

@@ -18,11 +18,11 @@ from hf_posenc.attention.interface import count_layers
 from hf_posenc.encodings.encoding_installation import InstalledEncoding, check_encoding, install_encoding
 from hf_posenc.errors import (
     AlreadyExtendedError,
+    HfPosencError,
     InvalidRequestError,
     InvalidTypeError,
     RotaryMismatchError,
     RotaryOutputError,
-    UnsupportedModelError,
 )
 from hf_posenc.families.refusals import Refusal
 from hf_posenc.families.rotary_model import RotaryModel
@@ -215,7 +215,7 @@ def install_extension(
         elif rotation is not None:
             record.installed = install_attention(rotary, extension, next(iter(values.values())), rotation)
         verified = _verify(rotary, rtol=None)
-    except (RotaryMismatchError, UnsupportedModelError):
+    except HfPosencError:
         unpatch_model(rotary.wrapped)
         raise
     except Exception as error:  # whatever a family's own forward trips over
@@ -274,13 +274,7 @@ def patched(model: ModelT, method: str | None = None, factor: float | None = Non
         unpatch_model(model)
 
 
-def patch_as_described(
-    model: nn.Module,
-    facts: Mapping[str, Any],
-    sliding_window: str | int = KEEP,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> None:
+def patch_as_described(model: nn.Module, facts: Mapping[str, Any], sliding_window: str | int = KEEP) -> None:
     """Patch a model as what ``describe`` returned of another says; the others are arguments of ``patch_model``."""
     patch_model(
         model,
@@ -289,7 +283,6 @@ def patch_as_described(
         original_max_position_embeddings=facts["original_max_position_embeddings"],
         sliding_window=sliding_window,
         on_scaled="replace",
-        tokenizer=tokenizer,
         **facts["options"],
     )
 
@@ -318,10 +311,10 @@ def unpatched(model: ModelT) -> Iterator[ModelT]:
     try:
         yield model
     finally:
-        extension, tokenizer = record.extension, None if record.tokenizer is None else record.tokenizer[0]
+        tokenizer = None if record.tokenizer is None else record.tokenizer[0]
         with warnings.catch_warnings(), quiet(__name__):  # all was said when it was patched first
             warnings.simplefilter("ignore")
-            patch_as_described(model, extension.describe(), extension.sliding_window, tokenizer=tokenizer)
+            install_extension(rotary, record.extension, tokenizer)
         for config, mark in zip(rotary.text_configs, marks, strict=True):
             setattr(config, MARK, mark)
         if isinstance(record.installed, InstalledEncoding):  # which may have learned something
@@ -451,7 +444,7 @@ def _new_scales(
     if not extension.method.temperature_on_logits:
         latent = latent_attentions(rotary)
         return latent, {name: instantiate_scale(module, config) for name, module in latent.items()}
-    attentions, factor = partial_attentions(rotary.model), attention_factor_of(extension)
+    attentions, factor = partial_attentions(rotary), attention_factor_of(extension)
     for saved in values.values():
         saved.attributes[f"{rotary.prefix}attention_scaling"] = 1.0
     return attentions, {name: live_scale(module) * factor**2 for name, module in attentions.items()}

@@ -18,13 +18,6 @@ from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.warning import warn_user
 
 
-def rope_parameters_of(model_type: str, label: str | None, method: Method, spec: RopeSpec) -> dict[str, Any]:
-    """Return the ``rope_parameters`` of a method, as longrope where Transformers would read its own otherwise."""
-    if family_of(model_type).longrope_only and not method.needs_hf_posenc:
-        return method.longrope_parameters(spec)
-    return method.rope_parameters(spec, per_layer_type=label is not None)
-
-
 def full_rope_parameters(
     model_type: str, own: Mapping[str, Any], label: str | None, method: Method, spec: RopeSpec
 ) -> dict[str, Any]:
@@ -40,7 +33,10 @@ def full_rope_parameters(
     Raises:
         ValueError: The rule needs another value of a key that the family's attention reads too.
     """
-    rule = rope_parameters_of(model_type, label, method, spec)
+    rule = method.rope_parameters(spec)
+    longrope_only = family_of(model_type).longrope_only and not method.needs_hf_posenc
+    if longrope_only or (label is not None and "truncate" in rule):  # which Transformers reads beside the layer types
+        rule = method.longrope_parameters(spec)
     read = {key: own[key] for key in family_of(model_type).keys_read_in_attention if own.get(key) is not None}
     if wrong := [key for key, value in read.items() if rule.get(key, value) != value]:
         told = ", ".join(f"{key} {read[key]!r}, and this rule needs {rule[key]!r} there" for key in wrong)

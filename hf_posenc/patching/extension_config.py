@@ -92,7 +92,7 @@ class ExtensionRequest(ExtensionConfig):
             )
         for name in ("context_length", "original_max_position_embeddings"):
             if getattr(self, name) is not None:
-                check_length(argument(name), getattr(self, name))
+                setattr(self, name, ContextLength(check_length(argument(name), getattr(self, name))))
         if self.on_scaled not in ("refuse", "replace"):
             raise InvalidRequestError(f"{argument('on_scaled')} must be 'refuse' or 'replace', got {self.on_scaled!r}.")
         self.sliding_window = check_window(self.sliding_window)  # type: ignore[assignment]  # a number of tokens too

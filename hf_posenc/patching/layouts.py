@@ -99,8 +99,9 @@ def _check(rotary: RotaryModel, to: str) -> None:
     if interleaved == (to == INTERLEAVED):
         raise InvalidRequestError(f"the model's weights are in the {to} layout already.")
     if to == INTERLEAVED and current["method"] != "none":
+        undo = "call unpatch_model first" if rotary.record is not None else "convert the model without it"
         raise InvalidRequestError(
-            f"the model is patched with {current['method']}, which reads half-split weights: unpatch_model first."
+            f"the model is extended by {current['method']}, which reads half-split weights: {undo}."
         )
     for layer in _layers(base):
         names = {name for name, child in layer.named_children() if any(True for _ in child.parameters())}

@@ -169,6 +169,11 @@ def extend_config(
             f"no config can say method {extension.method.name!r}: it depends on the position of each query. Call "
             "patch_model on the loaded model, or take a static method such as 'yarn'."
         )
+    if extension.method.temperature_on_logits:
+        raise InvalidRequestError(
+            "no config can say temperature 'logits': it changes the softmax scale of a loaded model. Call patch_model "
+            "on it, or leave temperature at 'rotary'."
+        )
     write_config(text_config, extension)
     warn_about_limits(text_config, extension)
     warn_about_layer_types(config.get_text_config(decoder=True), text_config)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
+from hf_posenc.attention.installation import reads_whole_context
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.family_data import family_of
 from hf_posenc.families.rotary_model import RotaryModel
@@ -30,20 +31,23 @@ def latent_attentions(rotary: RotaryModel) -> dict[str, nn.Module]:
     }
 
 
-def partial_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the attention modules, by name, that hand a ``scaling`` of their own to the softmax.
+def partial_attentions(rotary: RotaryModel) -> dict[str, nn.Module]:
+    """Return the attention modules, by name, that are extended and hand a ``scaling`` of their own to the softmax.
 
     Raises:
         ValueError: There are none.
     """
     attentions = {
         name: module
-        for name, module in model.named_modules()
-        if "layer_idx" in vars(module) and isinstance(vars(module).get("scaling"), float)
+        for name, module in rotary.model.named_modules()
+        if "layer_idx" in vars(module)
+        and isinstance(vars(module).get("scaling"), float)
+        # A layer type with rope_parameters of its own keeps its rule.
+        and (rotary.label is None or reads_whole_context(module, rotary.text_config))
     }
     if not attentions:
         raise InvalidRequestError(
-            f"temperature='logits': the attention of {type(model).__name__} has no scaling that could carry it. "
+            f"temperature='logits': the attention of {type(rotary.model).__name__} has no scaling that could carry it. "
             "Leave temperature at 'rotary'."
         )
     return attentions

@@ -75,7 +75,7 @@ class Verification:
             modules = {check.name for check in self.modules}
             words.append(f"{count(len(modules), 'rotary module')} within {error:.1g} of {held}")
         if not words:
-            added = get_method(self.extension["method"]).is_encoding
+            added = self.extension["method"] != "none" and get_method(self.extension["method"]).is_encoding
             words = ["it is added to the embeddings" if added else "nothing, as there is no data yet"]
         return ", ".join(words)
 

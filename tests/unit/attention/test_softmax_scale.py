@@ -111,3 +111,13 @@ def test_where_all_of_a_head_turns_it_is_the_same() -> None:
         layer.self_attn.scaling = torch.tensor(layer.self_attn.scaling)  # not the plain number it should be
     with pytest.raises(ValueError, match="scaling that"):
         patch_model(other, "yarn", 4, temperature="logits")
+
+
+def test_layers_that_keep_their_rule_keep_their_temperature() -> None:
+    model = tiny_model("mimo_v2_flash")
+    before = [layer.self_attn.scaling for layer in model.model.layers]
+    patch_model(model, "yarn", 4, temperature="logits", original_max_position_embeddings=64)
+    for layer, plain, kind in zip(model.model.layers, before, model.config.layer_types, strict=True):
+        factor = TEMPERATURE**2 if kind == "full_attention" else 1.0
+        assert layer.self_attn.scaling == pytest.approx(plain * factor)
+    assert {"full_attention", "sliding_attention"} <= set(model.config.layer_types)

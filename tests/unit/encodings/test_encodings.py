@@ -368,3 +368,12 @@ def test_pairs_that_never_rotated_do_not_begin_to() -> None:
     states = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
     moved = (rotation.rotate(states, torch.arange(8)[None]) != states).any(dim=(0, 1, 2))
     assert moved.tolist() == [True] * 5 + [False] * 3 + [True] * 5 + [False] * 3
+
+
+def test_masks_of_flexattention_are_refused_by_name() -> None:
+    model = make_model("Llama")
+    model.set_attn_implementation("flex_attention")
+    patch_model(model, "rope")
+    two_documents = torch.arange(20).repeat(2)[None]
+    with pytest.raises(ValueError, match="FlexAttention has causal masks only"):
+        model(torch.arange(1, 41)[None], position_ids=two_documents, use_cache=False)

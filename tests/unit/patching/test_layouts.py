@@ -79,7 +79,7 @@ def test_saved_interleaved_and_loaded(tmp_path: Path) -> None:
     [
         ("Llama", None, "half_split", "in the half_split layout already"),
         ("Llama", None, "halves", "unknown layout 'halves'. Known: interleaved, half_split"),
-        ("Llama", "yarn", "interleaved", "patched with yarn, which reads half-split weights"),
+        ("Llama", "yarn", "interleaved", "extended by yarn, which reads half-split weights"),
         ("Phi3", None, "interleaved", "keeps queries and keys in another way"),
     ],
 )
@@ -91,3 +91,11 @@ def test_mistakes_change_nothing(family: str, method: str | None, to: str, messa
     with pytest.raises(ValueError, match=message):
         convert_layout(model, to=to)
     assert_same_state(before, state(model))
+
+
+def test_a_scaling_of_the_checkpoint_is_not_said_to_be_a_patch() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match=r"extended by linear.*convert the model without it"):
+        convert_layout(make_model("Llama", rope_parameters=rope))
+    with pytest.raises(ValueError, match=r"extended by yarn.*unpatch_model"):
+        convert_layout(patch_model(make_model("Llama"), "yarn", 4))

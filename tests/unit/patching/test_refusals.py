@@ -150,3 +150,48 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason() -> None:
         patch_model(tiny_model("lfm3"), "dynamic", 4, scope="sequence")
     with pytest.raises(ValueError, match="rotates its"):
         patch_model(tiny_model("deepseek_v4"), "yarn", 4, attention_factor=1.2)
+
+
+def test_a_rule_that_depends_on_the_forward_is_no_list_of_divisors() -> None:
+    """Phi-3 reads lists alone, and those of this rule would be ones: nothing would be extended."""
+    model = tiny_model("phi3")
+    with pytest.raises(ValueError, match="depends on the length of each forward"):
+        patch_model(model, "dynamic", 4, scope="sequence")
+    assert describe(model)["method"] == "none"
+
+
+def test_no_config_can_say_what_changes_the_softmax_scale() -> None:
+    with pytest.raises(ValueError, match="temperature 'logits'"):
+        extend_config(tiny_model("phi").config, "yarn", 4, temperature="logits", original_max_position_embeddings=64)
+
+
+def test_options_count_at_factor_1_too() -> None:
+    model = make_model("Llama")
+    by_lists = extend_config(model.config, "yarn", 1, ramp="paper", attention_factor=1.2)
+    assert by_lists.rope_parameters["attention_factor"] == 1.2
+    patch_model(tiny_model("phi3"), "abf", 1, rope_theta=1e6)  # verified against the closed form
+
+
+@pytest.mark.parametrize("method", ["yarn", "dca"])
+def test_a_whole_number_is_a_length_whatever_its_type(method: str) -> None:
+    model, other = make_model("Llama"), make_model("Llama")
+    patch_model(model, method, 4, original_max_position_embeddings=32.0)  # type: ignore[arg-type]  # half of 64
+    patch_model(other, method, 4, original_max_position_embeddings=32)
+    assert torch.equal(logits(model, IDS), logits(other, IDS))
+    assert type(describe(model)["original_max_position_embeddings"]) is int
+
+
+def test_what_is_wrong_with_the_model_is_not_said_of_the_method() -> None:
+    model = make_model("Llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+        model.model.embed_tokens.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"NaN|not a number|finite") as caught:
+        patch_model(model, "dca", 4)
+    assert "another method" not in str(caught.value)
+
+
+def test_a_plain_model_without_data_can_be_described() -> None:
+    with torch.device("meta"):
+        model = type(make_model("Llama"))(make_model("Llama").config)
+    assert "no data yet" in str(verify_model(model))

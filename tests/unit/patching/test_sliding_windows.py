@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc import extend_config, load_extended, patch_model, save_extended, unpatch_model
 from hf_posenc.cli.main import main
+from model_types import config_class_of, tiny_config
 from tiny_models import logits, make_model, native, token_ids
 
 IDS = token_ids(200)  # past the window of 160, or of 128
@@ -83,3 +84,18 @@ def test_the_flag(tmp_path: Path) -> None:
     argv = ["patch", str(tmp_path / "base"), str(tmp_path / "out"), "--factor", "4", "--sliding-window", "off"]
     assert main(argv) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["sliding_window"] is None
+
+
+@pytest.mark.parametrize("model_type", ["ministral", "qwen2"])
+def test_windows_that_layers_are_built_with_are_not_changed(model_type: str) -> None:
+    """Their forward takes the mask of each layer's type, so a window in the config alone would be lost or missed."""
+    config = tiny_config(config_class_of(model_type))
+    config.num_hidden_layers, config.sliding_window, config.layer_types = 2, 160, ["sliding_attention"] * 2
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for window in ("off", 192):
+        with pytest.raises(ValueError, match=r"keeps the window that it is built with .* 160 tokens"):
+            patch_model(model, "yarn", 4, sliding_window=window, original_max_position_embeddings=64)
+    with pytest.warns(UserWarning, match=r"config.sliding_window is 160") as caught:
+        patch_model(model, "yarn", 4, original_max_position_embeddings=64)
+    assert "'off'" not in str(caught[0].message)
+    logits(model, IDS)
