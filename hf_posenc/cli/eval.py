@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.cli.eval_auto import choose_method
@@ -83,15 +83,17 @@ def evaluate(argv: Sequence[str]) -> None:
     given, what, source, prompts, extension, options, loading = parse(
         "eval", evaluate.__doc__, argv, known, MODEL, defaults=_defaults
     )
+    command = shlex.join(["hf-posenc", "eval", *argv])
     if AUTO in what.method:
-        choose_method(given.model, compare_config(given.model, what, prompts, extension, options), source, loading)
+        compared = compare_config(given.model, what, prompts, extension, options)
+        choose_method(given.model, replace(compared, command=command), source, loading)
         return
     refuse_given(what, _usual(what), ("budget", "dry_run"), "is for --method auto; leave it out, or give that method")
     rows = rows_to_measure(what.method, extension, parse_options(options.option))
     settings = retrieval_settings(what, prompts) if prompts.tasks else perplexity_settings(what, prompts)
     settings["documents"] = None if prompts.tasks and not source.documents else source.stream().texts()
     settings["model_name"] = what.model_name or given.model
-    settings["command"] = shlex.join(["hf-posenc", "eval", *argv])
+    settings["command"] = command
     from hf_posenc.checkpoint.loading import load_model, read_tokenizer
     from hf_posenc.checkpoint.manifest import tokens_trained
     from hf_posenc.evaluation import perplexity, reach_lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.cli.shared_arguments import DocumentArguments, ModelArguments
 from hf_posenc.comparing.config import CompareConfig
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.utils.console import LONG
 from hf_posenc.utils.units import length_name
@@ -30,6 +32,11 @@ def choose_method(name: str, what: CompareConfig, source: DocumentArguments, loa
         loading: How the model is loaded.
     """
     what.check()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidRequestError(
+            "--method auto runs in one process, and this one was started with others (by torchrun or accelerate): each "
+            "would measure everything. Start hf-posenc eval itself."
+        )
     documents = source.stream().texts()
     from hf_posenc.checkpoint.loading import load_model
     from hf_posenc.comparing.comparison import make_plan, measure
@@ -43,8 +50,8 @@ def choose_method(name: str, what: CompareConfig, source: DocumentArguments, loa
     began = time.perf_counter()
     known: list[AnyRecord] = []
     if what.output is not None:
-        check_output(what.output)
-        known = [*read_records(what.output), *read_retrieval_records(what.output)]
+        file = check_output(what.output)
+        known = [*read_records(file), *read_retrieval_records(file)]
     model, tokenizer = load_model(name, **vars(loading))
     refuse_extended(model, name, on_scaled="refuse")
     plan = make_plan(model, tokenizer, documents, what, known)

@@ -23,7 +23,7 @@ from hf_posenc.evaluation.rows import extended_as
 from hf_posenc.evaluation.windows import doublings
 from hf_posenc.patching.api import describe
 from hf_posenc.retrieving.haystack import read_haystack
-from hf_posenc.retrieving.measuring_retrieval import retrieval
+from hf_posenc.retrieving.measuring_retrieval import check_prompts, retrieval
 from hf_posenc.retrieving.prompts import PromptMaker
 from hf_posenc.retrieving.tasks import get_task
 from hf_posenc.utils.units import duration_name, length_name
@@ -165,6 +165,8 @@ def make_plan(
         model, {name: getattr(what, name) for name in shared}, what.methods, what.rope_scaling
     )
     lengths = [length for length in doublings(original, target) if what.tasks]
+    if lengths:
+        check_prompts(tokenizer, what.tasks, lengths, documents=documents)
     timings = time_candidates(model, candidates, ids[0], target, original)
     prompts = _prompts(tokenizer, documents, what, lengths)
     steps = [_step(one, timings, ids, prompts, what, known) for one in candidates]
@@ -245,7 +247,9 @@ def measure(
     Returns:
         The records of each row by its name; and sentences: the rows that were left out, and how long it took.
     """
-    shared: dict[str, Any] = {name: getattr(what, name) for name in ("prefill_chunk", "output", "model_name")}
+    shared: dict[str, Any] = {
+        name: getattr(what, name) for name in ("prefill_chunk", "output", "model_name", "command")
+    }
     shared |= {"tokenizer": tokenizer, "progress": not what.hide_progress}
     texts: dict[str, Any] = {name: getattr(what, name) for name in ("cut", "max_documents")}
     prompts: dict[str, Any] = {name: getattr(what, name) for name in ("tasks", "depths", "samples")}

@@ -22,6 +22,7 @@ class CompareConfig:
         tasks: Retrieval tasks, measured in the documents too.
         budget: Seconds that it may take; the most expensive rows are left out.
         dry_run: Whether to show the plan only.
+        command: What was typed, for the records.
 
     The others are fields of ``EvalConfig``, ``OutputConfig``, ``RetrievalConfig`` and ``ExtensionConfig``.
     """
@@ -35,6 +36,7 @@ class CompareConfig:
     output: str | None = None
     budget: float | None = None
     dry_run: bool = False
+    command: str = ""
     max_documents: int | None = 1
     cut: bool = False
     prefill_chunk: int | None = None

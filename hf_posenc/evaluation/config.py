@@ -168,6 +168,11 @@ class EvalConfig:
                     f"({longest}), all of which protocol {run.protocol!r} reads of every document. Leave "
                     f"{argument('min_tokens')} out."
                 )
+            if run.rule.shape != "stream" and self.min_tokens is not None and self.min_tokens < run.least_tokens:
+                raise InvalidRequestError(
+                    f"{argument('min_tokens')} ({self.min_tokens}) is less than the {run.least_tokens} tokens that "
+                    f"protocol {run.protocol!r} needs of a document at least. Raise it, or leave it out."
+                )
         moving = {run.context_length for run in runs if run.rule.moves}
         if self.cut and self.max_tokens is None and moving == {longest}:
             raise InvalidRequestError(
@@ -195,9 +200,14 @@ def check_at_least_one(name: str, value: int | None) -> None:
     """Raise unless a number, where one is given, is at least 1.
 
     Raises:
+        TypeError: It is no whole number.
         ValueError: It is less.
     """
-    if value is not None and value < 1:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidTypeError(f"{argument(name)} must be a whole number, got {value!r}.")
+    if value < 1:
         raise InvalidRequestError(f"{argument(name)} must be at least 1, got {value}.")
 
 

@@ -114,8 +114,7 @@ def perplexity(
         TypeError: ``documents`` is not a list, ``context_lengths`` not one of whole numbers, or texts came without a
             tokenizer.
     """
-    if output is not None:
-        check_output(output)
+    path = None if output is None else check_output(output)
     config = EvalConfig.of(context_lengths, protocol, **settings)
     check_at_least_one("position_bucket", position_bucket)
     rotary = RotaryModel(model)
@@ -155,7 +154,6 @@ def perplexity(
             decides = with_evaluator if run.protocol == "longppl" else decisive
             identities[run] = {**identity, "run_key": make_run_key(identity, decides)}
         bucket = position_bucket or default_bucket(original)
-        path = None if output is None else Path(output)
         evaluation = Evaluation(finder, texts, bos_id, identities, seed, bucket, path, Processes(sharded))
         passes = _passes(models, runs, config.prefill_chunk)
         fed = [windows for one in passes for windows in evaluation.fed(one)]

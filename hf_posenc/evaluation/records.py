@@ -245,20 +245,22 @@ def read_kind(path: str | Path, kind: type[Kind]) -> list[Kind]:
     return records
 
 
-def check_output(path: str | Path) -> None:
-    """Raise before any work if records could not be written to a file of this name.
+def check_output(path: str | Path) -> Path:
+    """Return the file that records are written to; raise before any work if they could not be.
 
     Raises:
         ValueError: It is a folder, a file is where its folder should be, or this user may not write there.
     """
-    if not os.path.exists(path):
-        writable_folder(Path(path).absolute().parent)
-    if os.path.isdir(path):
+    file = Path(path).expanduser()
+    if not file.exists():
+        writable_folder(file.absolute().parent)
+    if file.is_dir():
         raise InvalidRequestError(
             f"results cannot be written to {str(path)!r}: it is a folder. Give a file, such as results.jsonl."
         )
-    if os.path.exists(path) and not os.access(path, os.W_OK):
+    if file.exists() and not os.access(file, os.W_OK):
         raise InvalidRequestError(f"results cannot be written to {str(path)!r} by this user. Give another file.")
+    return file
 
 
 def whole_lines(path: Path) -> Iterable[str]:

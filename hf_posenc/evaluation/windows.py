@@ -187,6 +187,11 @@ class Run:
             first = self.fed(num_tokens) - self.last_k
         return range(first, self.fed(num_tokens))
 
+    @property
+    def least_tokens(self) -> int:
+        """The tokens of a document of which the first that is scored can be predicted."""
+        return (self.last_k if self.last_k is not None else self.score_from or 1) + 1
+
     def windows(self, num_tokens: int) -> list[Window]:
         """Return the windows of a document or stream of ``num_tokens`` tokens, and the tokens that each scores."""
         shape, length = self.rule.shape, self.context_length
@@ -226,7 +231,7 @@ def plan_runs(
         TypeError: ``context_lengths`` is not a list of whole numbers.
         ValueError: An unknown protocol, no length, or a length, stride or last_k out of its range.
     """
-    lengths = sorted({_whole(length) for length in _as_list(context_lengths)})
+    lengths = whole_lengths(context_lengths)
     if not lengths or lengths[0] < 2:
         raise InvalidRequestError(
             f"{argument('context_lengths')} must be one or more numbers of tokens, each at least 2, got {lengths}."
@@ -266,21 +271,23 @@ def plan_runs(
     return runs
 
 
-def _as_list(context_lengths: Iterable[int]) -> list[int]:
+def whole_lengths(context_lengths: Iterable[int]) -> list[int]:
+    """Return lengths rising, each once.
+
+    Raises:
+        TypeError: They are no list of whole numbers.
+    """
     if isinstance(context_lengths, str) or not isinstance(context_lengths, Iterable):
         raise InvalidTypeError(
             f"{argument('context_lengths')} must be a list of numbers of tokens, such as [512, 2048], got "
             f"{context_lengths!r}."
         )
-    return list(context_lengths)
-
-
-def _whole(length: int) -> int:
+    lengths = list(context_lengths)
     try:
-        return operator.index(length)
+        return sorted({operator.index(length) for length in lengths})
     except TypeError:
         raise InvalidTypeError(
-            f"{argument('context_lengths')} must be whole numbers of tokens, got {length!r}."
+            f"{argument('context_lengths')} must be whole numbers of tokens, got {lengths}."
         ) from None
 
 

@@ -457,12 +457,12 @@ def _prompt_difference(rows: Sequence[GridRow]) -> str | None:
     """Return the reason why rows cannot be in one table (not the same prompts at each length they share), or None."""
     first = rows[0].records[0]
     seen: dict[int, tuple[GridRow, dict[tuple[float | None, int, int], str]]] = {}
-    names: set[str] = set()
+    known: set[tuple[object, ...]] = set()
     for row in rows:
         between = f"between {rows[0].full_name!r} and {row.full_name!r}"
-        if row.full_name in names:
+        if (key := row_key(row.records[0])) in known:
             return "it is another run of the same row, so weights, versions or seed differ; --label tells them apart"
-        names.add(row.full_name)
+        known.add(key)
         for record in row.records:
             for name, words in (("tokenizer_hash", "the tokenizers"), ("chat", "the chat templates")):
                 if getattr(record, name) != getattr(first, name):

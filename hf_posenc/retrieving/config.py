@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.evaluation.windows import whole_lengths
 from hf_posenc.retrieving.tasks import expand_groups, get_task, tasks, tasks_and_groups
 
 DEFAULT_DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)
@@ -55,12 +56,14 @@ def check_retrieval(
     """Return the lengths, rising and each once.
 
     Raises:
+        TypeError: The lengths are no list of whole numbers.
         ValueError: A task is unknown, a length is not positive, a depth not in percent, or one of them is missing; or
             several questions of a text are requested of a task that has one, or at given depths.
     """
     for name in names:
         get_task(name)
-    for name, values in (("tasks", names), ("context_lengths", context_lengths), ("depths", depths)):
+    lengths = whole_lengths(context_lengths)
+    for name, values in (("tasks", names), ("context_lengths", lengths), ("depths", depths)):
         if len(values) == 0:
             raise InvalidRequestError(f"{argument(name)} is empty: give at least one.")
     for depth in depths:
@@ -69,7 +72,7 @@ def check_retrieval(
                 f"a depth is a percentage from 0 (the beginning of the text) to 100, got {depth:g}."
             )
     for name, number in (
-        ("a context length", min(context_lengths)),
+        ("a context length", lengths[0]),
         ("samples", samples),
         ("questions", questions),
     ):
@@ -77,7 +80,7 @@ def check_retrieval(
             raise InvalidRequestError(f"{name} must be at least 1, got {number}.")
     if questions > 1:
         _check_several(names, depths, questions)
-    return sorted(set(context_lengths))
+    return lengths
 
 
 def _check_several(names: Sequence[str], depths: Sequence[float], questions: int) -> None:

@@ -99,8 +99,7 @@ def retrieval(
             documents too short; a chat template that is required and missing; ``output`` is a folder; a model whose
             head cannot be trusted.
     """
-    if output is not None:
-        check_output(output)
+    file = None if output is None else check_output(output)
     model = RotaryModel(model).model
     tasks = expand_groups(tasks)
     lengths = check_retrieval(tasks, context_lengths, depths, samples, questions)
@@ -120,7 +119,7 @@ def retrieval(
         weights = hash_weights(model)
         texts = [_Text.of(make, facts, weights) for make in makers]
         processes = Processes(sharded)
-        prompting = _Prompting(model, tokenizer, prefill_chunk, None if output is None else Path(output), processes)
+        prompting = _Prompting(model, tokenizer, prefill_chunk, file, processes)
         return prompting.answer_all(texts, progress)
 
 

@@ -219,3 +219,24 @@ def test_a_budget_that_fits_nothing_is_refused_with_the_estimate(
     comparison = the_comparison(book, "yarn", "--budget", "0.001s")
     assert "yarn alone" in refused(capsys, *comparison)
     assert "nothing has" in refused(capsys, *the_comparison(book, "--context-lengths", "256"))
+
+
+def test_a_task_that_does_not_fit_is_refused_before_anything_is_measured(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the original length, of which the plan makes no prompt."""
+    words = the_comparison(book, "yarn", "--tasks", "cwe", "--dry-run")
+    assert "task 'cwe' does not fit into 256 tokens" in refused(capsys, *words)
+
+
+def test_a_record_says_what_was_typed(book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = list(map(str, the_comparison(book, "yarn", "--output", tmp_path / "r.jsonl")))
+    run(capsys, *words)
+    assert {record.command for record in read_records(tmp_path / "r.jsonl")} == {shlex.join(["hf-posenc", *words])}
+
+
+def test_several_processes_are_refused(
+    book: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--method auto runs in one process" in refused(capsys, *the_comparison(book))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from hf_posenc.cli.eval import EvalArguments
 from hf_posenc.comparing.config import CompareConfig
-from hf_posenc.errors import InvalidTypeError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.evaluation import EvalConfig, KeyTokens, perplexity
 from hf_posenc.evaluation.config import OutputConfig
 from hf_posenc.patching.extension_config import ExtensionConfig
@@ -76,3 +77,36 @@ def test_runs_checks_what_needs_no_model() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(EvalConfig(LENGTHS), **changes).runs()
+
+
+@pytest.mark.parametrize(
+    ("settings", "least"),
+    [
+        ({"protocol": "same_tokens", "context_lengths": [512, 2048], "min_tokens": 512}, 513),
+        ({"protocol": "rerope", "context_lengths": [8192], "min_tokens": 4096}, 4097),
+    ],
+)
+def test_documents_with_nothing_to_score_are_not_asked_for(settings: dict[str, Any], least: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"less than the {least} tokens"):
+        EvalConfig.of(**settings).runs()
+    EvalConfig.of(**{**settings, "min_tokens": least}).runs()
+
+
+def test_values_of_another_type_are_refused_by_name(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model, texts = tiny_llama(), [torch.arange(1, 100)]
+    with pytest.raises(InvalidTypeError, match="max_tokens must be a whole number, got '4k'"):
+        perplexity(model, texts, [512], protocol="pi", max_tokens="4k")
+    for lengths in (4096, ["4k"]):
+        with pytest.raises(InvalidTypeError, match="context_lengths must be"):
+            retrieval(model, None, ["passkey"], lengths)  # type: ignore[arg-type]  # the mistake
+
+
+def test_results_go_to_the_home_folder_where_that_is_asked_for(
+    tiny_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    perplexity(tiny_llama(), [torch.arange(1, 100)], [32], output="~/r.jsonl", progress=False)
+    assert (tmp_path / "home" / "r.jsonl").is_file()
+    assert not (tmp_path / "~").exists()

@@ -246,3 +246,16 @@ def test_mistakes_are_found_before_a_model_is_loaded(
     ):
         assert main([*argv, *more]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_rules_that_have_one_name_are_rows_of_one_table(tmp_path: Path) -> None:
+    """Two fitted rules of one factor differ in their lists alone, which no name shows."""
+    records = [
+        make_retrieval_record(
+            "fitted", 256, depth, 0, True, options={"long_factor": [1.0, divisor]}, run_key=f"{divisor}"
+        )
+        for divisor in (2.0, 3.0)
+        for depth in (0.0, 50.0)
+    ]
+    [grid] = make_grids(records)
+    assert len(grid.rows) == 2
