@@ -239,10 +239,10 @@ class ExampleTokenizer:
 
     def _applied(self, document: Mapping[str, Any], messages: list[Any], where: str, **options: Any) -> Any:
         """Return the result of the chat template for some messages: tokens, or with ``tokenize=False`` their text."""
-        template, tools = self._template(document, where), _tools(document, where)
+        template, tools = self._template(document, where), _parsed(document, "tools", where)
         if options.get("tokenize", True):
             options |= {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
-        options |= document.get("chat_template_kwargs") or {}
+        options |= _parsed(document, "chat_template_kwargs", where) or {}
         try:
             return self.tokenizer.apply_chat_template(messages, chat_template=template, tools=tools, **options)
         except Exception as error:  # whatever a template raises
@@ -260,7 +260,7 @@ class ExampleTokenizer:
                 "tokenizer.chat_template, to that of the model's instruct version for one (--chat-template-path FILE, "
                 "a Jinja template), or train on a column of texts."
             )
-        return with_fixed_date(self.tokenizer.get_chat_template(None, _tools(document, where)))
+        return with_fixed_date(self.tokenizer.get_chat_template(None, _parsed(document, "tools", where)))
 
     def _warn_once(self, message: str) -> None:
         message_kind = message.partition(": ")[2][:20]
@@ -288,11 +288,12 @@ def _all_counted(ids: Sequence[int]) -> MaskedTokens:
     return MaskedTokens(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), dtype=torch.bool))
 
 
-def _tools(document: Mapping[str, Any], where: str) -> Any:
-    tools = document.get("tools")
-    if not isinstance(tools, str):
-        return tools or None
+def _parsed(document: Mapping[str, Any], column: str, where: str) -> Any:
+    """Return a column that may be written as JSON, as TRL advises; None where it is empty."""
+    value = document.get(column)
+    if not isinstance(value, str):
+        return value or None
     try:
-        return (json.loads(tools) if tools.strip() else None) or None  # written as JSON, as TRL advises
+        return (json.loads(value) if value.strip() else None) or None
     except json.JSONDecodeError as error:
-        raise InvalidRequestError(f"{where}: column 'tools' is text, but not JSON: {error}.") from error
+        raise InvalidRequestError(f"{where}: column {column!r} is text, but not JSON: {error}.") from error

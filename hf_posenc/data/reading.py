@@ -20,13 +20,16 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.data.columns import COMPLETION, PROMPT, Columns, Document, with_plain_line_ends
 from hf_posenc.errors import InvalidRequestError, MissingFileError, argument
+from hf_posenc.utils.warning import warn_user
 
 TEXT_SUFFIXES = (".txt", ".md")
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
 _DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
 NOVEL = "novel:"
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_JSON = (".json", ".jsonl")
+_JSON = (".json", ".jsonl", ".ndjson")
+_OF_ROWS = (*_JSON, *_SEPARATORS, ".parquet")
+_ABOUT_A_DATASET = ("README", "LICENSE", "NOTICE")  # what lies beside its files
 _FORMS = (
     "a .txt, .md, .jsonl, .json or .csv file (.xz and .gz too), a .parquet file, a folder of text files, '-', "
     "novel:NAME or a dataset's name"
@@ -133,9 +136,9 @@ def _read(
             raise InvalidRequestError(f"{source!r} is plain text and has no columns that a template could name.")
         return texts
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix != ".parquet":
+    if path.is_file() and _kind(path) != ".parquet":
         return _read_rows(path, columns)
-    if not path.exists() and (_kind(path) in (*TEXT_SUFFIXES, *_JSON, *_SEPARATORS, ".parquet") or source[:1] in "./~"):
+    if not path.exists() and (_kind(path) in (*TEXT_SUFFIXES, *_OF_ROWS) or source[:1] in "./~"):
         raise MissingFileError(f"there is no file or folder {source!r}. Give {_FORMS}.")
     return _read_dataset(path if path.exists() else source, columns, split, config_name, streaming)
 
@@ -149,7 +152,7 @@ def _read_plain(source: str) -> Iterable[str] | None:
 
         return [load_novel(source.removeprefix(NOVEL))]
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix != ".parquet" and _kind(path) not in (*_JSON, *_SEPARATORS):
+    if path.is_file() and _kind(path) not in _OF_ROWS:
         return [_read_text(path)]
     if path.is_dir() and (files := _text_files(path)):
         return (_read_text(file) for file in files)
@@ -157,18 +160,28 @@ def _read_plain(source: str) -> Iterable[str] | None:
 
 
 def _text_files(folder: Path) -> list[Path]:
-    """Return a folder's text files, sorted; a folder may be named ``notes.txt`` too."""
-    return [path for path in sorted(folder.rglob("*")) if _kind(path) in TEXT_SUFFIXES and path.is_file()]
+    """Return a folder's text files, sorted; none of a dataset's folder, whose texts are about it."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]  # a folder may be named notes.txt too
+    texts = [path for path in files if _kind(path) in TEXT_SUFFIXES]
+    rows = [path for path in files if _kind(path) in _OF_ROWS]
+    if rows and all(path.stem.upper() in _ABOUT_A_DATASET for path in texts):
+        return []
+    if texts and (rows := [path for path in rows if _kind(path) != ".json"]):  # which often say something of the texts
+        warn_user(
+            f"of the folder {str(folder)!r} the {len(texts)} text files are read, and {str(rows[0])!r} and other files "
+            "of rows are not: give a file or a folder of its own for those."
+        )
+    return texts
 
 
 def _kind(path: Path) -> str:
-    """Return the suffix that says what is in the file, below any compression: ``.txt`` for ``a.txt.xz``."""
-    return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
+    """Return the suffix that says what is in the file, below any compression: ``.txt`` for ``A.TXT.xz``."""
+    return Path(path.stem if path.suffix.lower() in _OPENERS else path).suffix.lower()
 
 
 def _read_text(path: Path) -> str:
     try:
-        content = _OPENERS.get(path.suffix, bytes)(path.read_bytes())
+        content = _OPENERS.get(path.suffix.lower(), bytes)(path.read_bytes())
         return with_plain_line_ends(content.decode("utf-8-sig"))
     except _DAMAGED as error:
         raise InvalidRequestError(

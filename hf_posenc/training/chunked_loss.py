@@ -121,7 +121,7 @@ def divergence_from_likely(
     Returns:
         float32 ``(rows,)``.
     """
-    wanted = likely_log_probs.to(logits.device)
+    wanted = likely_log_probs.to(logits.device).float()
     found = logits.float().log_softmax(-1).gather(-1, likely_ids.to(logits.device))
     others = [(1 - known.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log() for known in (wanted, found)]
     wanted, found = (torch.cat(pair, dim=-1) for pair in zip((wanted, found), others, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,14 +66,20 @@ def read_texts(
     tokenize = ExampleTokenizer(
         tokenizer, assistant_only_loss=data.assistant_only_loss, completion_only_loss=data.completion_only_loss
     )
-    train = read_tokens(tokenize, documents, data, holds_out=holds_out)
+    train = read_tokens(tokenize, documents, _fills(data, holds_out=holds_out))
     if not train:
         raise InvalidRequestError("there are no documents to train on.")
     held: list[Tokens] = []
     if holds_out:
         train, held = hold_out(train, max(data.eval_lengths))
     elif eval_documents is not None and measures:
-        held = read_tokens(ExampleTokenizer(tokenizer), eval_documents)
+        long, wanted = max(data.eval_lengths), data.eval_documents
+        held = read_tokens(
+            ExampleTokenizer(tokenizer),
+            eval_documents,
+            lambda read: sum(len(one) >= long for one in read) >= wanted,
+            "there are enough texts to measure on",
+        )
     held_out = [ids_of(document) for document in held]
     check_ids([ids_of(document) for document in train], vocab_size)
     check_ids(held_out, vocab_size, "held-out document")
@@ -200,17 +206,31 @@ def _check_id(name: str, token: int, vocab_size: int) -> None:
         )
 
 
+def _fills(data: DataPlan, *, holds_out: bool) -> Callable[[Sequence[Tokens]], bool]:
+    """Return what says whether a pass over the documents that are trained on fills the token budget."""
+    tokens = [0.0]  # of a pass over so many documents
+
+    def is_enough(read: Sequence[Tokens]) -> bool:
+        times = data.length_upsampling if len(read[-1]) > data.original_length else 1
+        tokens.append(tokens[-1] + len(read[-1]) * times)
+        return tokens[len(read) - (num_held_out(len(read)) if holds_out else 0)] >= data.token_budget
+
+    return is_enough
+
+
 def read_tokens(
-    tokenize: ExampleTokenizer, documents: Documents, data: DataPlan | None = None, *, holds_out: bool = False
+    tokenize: ExampleTokenizer,
+    documents: Documents,
+    is_enough: Callable[[Sequence[Tokens]], bool] | None = None,
+    reason: str = "the token budget is filled",
 ) -> list[Tokens]:
     """Return the tokens of documents; those without any that counts in the loss are left out, with a warning.
 
     Args:
         tokenize: It makes them, and says which of them count.
         documents: As for ``finetune``.
-        data: A stream is read until what is left of it to train on, in one pass, fills the token budget; None reads
-            all.
-        holds_out: Some of the documents are to be measured on.
+        is_enough: A stream is read until this is true of what was read; None reads all.
+        reason: Why no more of it is read, for the log.
 
     Raises:
         TypeError: It is one document, or holds something that is no document.
@@ -220,9 +240,9 @@ def read_tokens(
         raise InvalidTypeError(
             "documents must be a list of texts, rows or token id tensors. Put a single document into a list."
         )
-    budget = None if isinstance(documents, Sequence) else data
+    if isinstance(documents, Sequence):
+        is_enough = None
     read: list[Tokens] = []
-    filled = [0.0]  # tokens of a pass over so many documents
     without, end = 0, "all of the source"
     for number, document in enumerate(documents):
         tokens = tokenize(document, f"document {number}")
@@ -230,14 +250,10 @@ def read_tokens(
             without += 1
             continue
         read.append(tokens)
-        if budget is None:
-            continue
-        times = budget.length_upsampling if len(tokens) > budget.original_length else 1
-        filled.append(filled[-1] + len(tokens) * times)
-        if filled[len(read) - (num_held_out(len(read)) if holds_out else 0)] >= budget.token_budget:
-            end = "the token budget is filled, the rest of the source is not read"
+        if is_enough is not None and is_enough(read):
+            end = f"{reason}, the rest of the source is not read"
             break
-    if budget is not None:
+    if is_enough is not None:
         logger.info("read %d documents, %d tokens: %s", len(read), sum(map(len, read)), end)
     if without and not read:
         raise InvalidRequestError(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.extended import peft_renamed_attribute
 from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.families.discovery import is_adapter
 from hf_posenc.training.step_plan import LoraSettings
 
 
@@ -64,6 +65,11 @@ def check_trainable(model: Any, lora: LoraSettings | None) -> bool:
             quantised; there are adapters that are trained, and a new one is to be added; or one that the new one cannot
             begin as.
     """
+    if is_adapter(model) and not is_adapted(model):
+        raise InvalidRequestError(
+            "the model has an adapter of Transformers' add_adapter or load_adapter, and Trainer cannot go on from "
+            "checkpoints of such a model. Load the adapter by PeftModel.from_pretrained(base, folder)."
+        )
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
     begins = is_adapted(model) and frozen
     if is_adapted(model) and lora is not None and not frozen:

@@ -103,16 +103,16 @@ def _kept(
     identity = hash_json([hash_weights(model), rules, settings, hash_token_ids(position_ids)])
     file = Path(constants.HF_HOME) / "hf_posenc" / f"retained-texts-{identity}.safetensors"
 
-    def make() -> None:
+    def make() -> RetainedTexts:
         count, length = position_ids.shape
         if file.is_file():
             logger.info("%d texts of %d tokens that are retained: %s", count, length, file)
-            return
-        logger.info("the model reads %d texts of %d tokens, which are kept in %s", count, length, file)
-        with_likely(model, texts(), position_ids, LIKELY).save(file)
+        else:
+            logger.info("the model reads %d texts of %d tokens, which are kept in %s", count, length, file)
+            with_likely(model, texts(), position_ids, LIKELY).save(file)
+        return RetainedTexts.load(file)
 
-    from_main(make)
-    return RetainedTexts.load(file)
+    return from_main(make)  # as other machines have other caches
 
 
 def _pieces(documents: Sequence[torch.Tensor], length: int, count: int, seed: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object  # type: ignore[import-untyped]  # accelerate ships no types
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import SequentialSampler
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -103,7 +103,7 @@ def train(
         )
 
     base = rotary.model
-    use_cache = base.config.use_cache
+    use_cache = {name: value for name, value in vars(base.config).items() if name == "use_cache"}
     console = Console(plan.logging_steps, plan.shorter)
     began = time.perf_counter()
     sparse = nullcontext() if stage.group is None else shifted_sparse_attention(model, stage.group)
@@ -140,7 +140,8 @@ def train(
             unshard(model, modules, dtypes)
     finally:
         console.close()
-        base.config.use_cache = use_cache  # Trainer may switch it off for checkpointing
+        vars(base.config).pop("use_cache", None)  # Trainer may switch it off for checkpointing, on any config
+        vars(base.config).update(use_cache)
     round_to_stored(base)
     model.eval()
     logger.info("trained in %.0f s", time.perf_counter() - began)
@@ -186,20 +187,13 @@ class LongTrainer(Trainer):
             # accelerate's own policy also sums gradients in bfloat16 and rounds the loss to it
             plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the blocks in their order; Trainer's own loader would shuffle them."""
-        args, dataset = self.args, cast("Dataset[Any]", self.train_dataset)
-        names = (
-            "num_workers",
-            "pin_memory",
-            "persistent_workers",
-            "prefetch_factor",
-            "multiprocessing_context",
-            "in_order",
-        )
-        options = {name: getattr(args, f"dataloader_{name}") for name in names if hasattr(args, f"dataloader_{name}")}
-        loader = DataLoader(dataset, batch_size=args.train_batch_size, collate_fn=self.data_collator, **options)
-        return cast("DataLoader[Any]", self.accelerator.prepare(loader))
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        """Return the blocks in their order; Trainer's own sampler would shuffle them."""
+        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]  # it has a length
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Move a tensor to the device; Trainer's own would round log-probabilities to bfloat16 under DeepSpeed."""
+        return data.to(self.args.device) if isinstance(data, torch.Tensor) else super()._prepare_input(data)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._positions_arrived:

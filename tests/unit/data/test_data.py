@@ -175,10 +175,12 @@ def test_a_stream_gives_the_same_documents_one_at_a_time_and_again(tmp_path, mon
         stream = DocumentStream(source)
         assert next(iter(stream)) == "text 0"
         assert list(stream) == list(stream) == texts_of(source)
+    folder = tmp_path / "texts"
+    folder.mkdir()
     for number in range(3):
-        (tmp_path / f"{number}.txt").write_text(f"file {number}")
-    (tmp_path / "9.txt").write_bytes(b"\xff")  # not reached
-    files = iter(DocumentStream(tmp_path))
+        (folder / f"{number}.txt").write_text(f"file {number}")
+    (folder / "9.txt").write_bytes(b"\xff")  # not reached
+    files = iter(DocumentStream(folder))
     assert [next(files) for _ in range(3)] == ["file 0", "file 1", "file 2"]
     with pytest.raises(ValueError, match="not UTF-8"):
         next(files)
@@ -194,3 +196,23 @@ def test_what_cannot_be_streamed_is_named(tmp_path):
         next(iter(DocumentStream(tmp_path / "train.parquet", text_field="body")))
     with pytest.raises(FileNotFoundError, match="or folder"):
         next(iter(DocumentStream(tmp_path / "nothing.txt")))
+
+
+def test_the_readme_of_a_dataset_is_no_document(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "data"
+    (folder / "train").mkdir(parents=True)
+    (folder / "README.md").write_text("about it")
+    (folder / "LICENSE.txt").write_text("may be used")
+    (folder / "train" / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert texts_of(folder) == ["one", "two"]
+    (folder / "book.txt").write_text("a book")
+    with pytest.warns(UserWarning, match=r"3 text files are read.*rows\.jsonl"):
+        assert texts_of(folder) == ["may be used", "about it", "a book"]
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "a.ndjson", "A.Csv", "a.JSON.GZ"])
+def test_the_kind_of_a_file_does_not_depend_on_the_case_of_its_suffix(tmp_path, name):
+    content = b"text\none\n" if "sv" in name.lower() else b'{"text": "one"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    assert texts_of(tmp_path / name) == ["one"]

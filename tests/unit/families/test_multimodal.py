@@ -14,6 +14,7 @@ from attention_models import in_chunks
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.checkpoint.pretrained import auto_class_of
 from hf_posenc.cli.main import main
+from hf_posenc.training import FinetuneConfig, finetune
 from model_types import IDS, config_class_of, tiny_config
 from tiny_llama import make_tiny_tokenizer
 from tiny_models import assert_same_state, logits, native, state
@@ -152,3 +153,14 @@ def test_a_processor_is_saved_with_the_model(tmp_path: Path) -> None:
     for folder in ("out", "given"):
         read = AutoProcessor.from_pretrained(tmp_path / folder)
         assert (type(read), read.patch_size, read.tokenizer.model_max_length) == (LlavaProcessor, 14, 256)
+
+
+def test_a_config_without_use_cache_is_trained(tmp_path: Path) -> None:
+    model = tiny_vision_model("mistral3")
+    assert not hasattr(model.config, "use_cache")
+    documents = [torch.arange(1, 60).repeat(6)] * 4
+    run = FinetuneConfig(
+        str(tmp_path), factor=2.0, token_budget=512, eval_documents=0, original_max_position_embeddings=64
+    )
+    finetune(model, make_tiny_tokenizer(), documents, run)
+    assert not hasattr(model.config, "use_cache")

@@ -205,3 +205,13 @@ def test_two_processes_draw_the_positions_that_one_draws(tmp_path: Path):
     assert len(both) == 8
     for name in ("loss", "grad_norm", "tokens_trained"):
         assert [line[name] for line in both] == pytest.approx([line[name] for line in alone], rel=1e-3), name
+
+
+def test_a_stream_of_held_out_documents_is_read_until_enough_are_long(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any
+) -> None:
+    stream = Stream(50)
+    settings = {**POSE, "token_budget": BUDGET, "eval_documents": 3, "eval_lengths": [32]}
+    documents = [torch.ones(70, dtype=torch.int64)] * 10
+    finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **settings), eval_documents=stream)
+    assert stream.read == 3

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 
 from hf_posenc import patch_model
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import finetune, training_run
+from hf_posenc.training.lora import check_trainable
 from tiny_runs import SEQ, Build, config, make_documents, make_tokenizer
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -73,3 +75,10 @@ def test_it_needs_less_memory(tiny_llama: Build) -> None:
     trained = sum(one.nbytes for name, one in tiny_llama().named_parameters() if "self_attn" in name)
     assert attention.optimizer == 2 * trained
     assert attention.peak < whole.peak
+
+
+def test_an_adapter_of_transformers_own_is_refused(tiny_llama: Build) -> None:
+    model = tiny_llama()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained"):
+        check_trainable(model, None)
