@@ -67,8 +67,8 @@ def fit(argv: Sequence[str]) -> None:
     """
     known = (FitArguments, FitConfig, DocumentArguments, ModelArguments, PublishArguments)
     given, where, what, source, loading, publishing = parse("fit", fit.__doc__, argv, known, MODEL)
-    what.teacher_options = parse_options(where.teacher_option)
-    what.adapt_options = parse_options(where.adapt) if where.adapt else None
+    what.teacher_options = parse_options(where.teacher_option, "--teacher-option", "chunk_size=4096")
+    what.adapt_options = parse_options(where.adapt, "--adapt", "rank=16") if where.adapt else None
     if where.save_adapter and not where.adapt:
         raise InvalidRequestError("--save-adapter is for the changes of --adapt: give --adapt rank=16 too.")
     what.check()

@@ -398,7 +398,7 @@ class _Help(argparse.HelpFormatter):
         return f"{text} (default: {default})".replace("%", "%%")
 
 
-def parse_options(pairs: list[str]) -> dict[str, Any]:
+def parse_options(pairs: list[str], flag: str = "--option", example: str = "beta_fast=16") -> dict[str, Any]:
     """Return ``{"beta_fast": 16, "ramp": "paper"}`` for ``["beta_fast=16", "ramp=paper"]``; values are JSON or words.
 
     Raises:
@@ -408,10 +408,10 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name:
-            raise InvalidRequestError(f"--option takes name=value, such as beta_fast=16, got {pair!r}.")
+            raise InvalidRequestError(f"{flag} takes name=value, such as {example}, got {pair!r}.")
         name = name.strip().replace("-", "_")
         if name in options:
-            raise InvalidRequestError(f"--option {name} is given twice.")
+            raise InvalidRequestError(f"{flag} {name} is given twice.")
         options[name] = _value(text)
     return options
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Self
 
 from hf_posenc.errors import InvalidRequestError
 
 _BYTES = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_NUMBER = re.compile(r"^\s*(\d+(?:[._]?\d+)*)\s*([kKmM]?)\s*$")
+_NUMBER = re.compile(r"^\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([kKmM]?)\s*$")
 
 
 def _parse(text: str, kilo: int, example: str) -> int:
     match = _NUMBER.match(text)
     if match is None:
         raise InvalidRequestError(f"expected a number of tokens such as {example}, got {text!r}")
-    value = float(match[1].replace("_", "")) * {"": 1, "k": kilo, "m": kilo**2}[match[2].lower()]
-    if value != int(value):
+    value = Decimal(match[1].replace("_", "")) * {"": 1, "k": kilo, "m": kilo**2}[match[2].lower()]  # 4.1M is whole
+    if value % 1:
         raise InvalidRequestError(f"expected a whole number of tokens, got {text!r}")
     return int(value)
 
