@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from hf_posenc.errors import InvalidRequestError
+from hf_posenc.utils.import_hooks import wrap
 from hf_posenc.version import VLLM_KEY, VLLM_TESTED
 
 logger = logging.getLogger("vllm.hf_posenc")  # shown by vLLM, whose loggers have a handler
@@ -160,9 +161,9 @@ def register() -> None:
             modes.raise_positions(runner, scheduled.total_num_scheduled_tokens)
         return call(runner, scheduled, *args, **kwargs)
 
-    _wrap(BaseModelLoader, "load_model", load_model)
-    _wrap(InputProcessor, "process_inputs", process_inputs)
-    _wrap(GPUModelRunner, "_preprocess", preprocess)
+    wrap(BaseModelLoader, "load_model", load_model)
+    wrap(InputProcessor, "process_inputs", process_inputs)
+    wrap(GPUModelRunner, "_preprocess", preprocess)
 
 
 def _table_of(module: Any) -> str | None:
@@ -182,19 +183,6 @@ def _refusal(message: str) -> Exception:
 
     error: Exception = VLLMValidationError(message)
     return error
-
-
-def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    """Put a function around a method, once: vLLM may register plugins several times."""
-    call = getattr(owner, name)
-    if not hasattr(call, _MARK):
-
-        @functools.wraps(call)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return around(call, *args, **kwargs)
-
-        setattr(wrapped, _MARK, True)
-        setattr(owner, name, wrapped)
 
 
 def _modes(owner: Any) -> Modes | None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.checkpoint.plain_loading import is_plain_loading
 from hf_posenc.families.discovery import is_adapter
 from hf_posenc.patching.carrying import SAVE, carries_extension, save_patched_models_by
-from hf_posenc.utils.import_hooks import when_imported
+from hf_posenc.utils.import_hooks import when_imported, wrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UPLOAD = "_upload_modified_files"
-_WRAPPER = "_is_hf_posenc_wrapper"
 _installing = threading.RLock()
 
 
@@ -121,7 +120,7 @@ def _wrap_tokenizer_saving(module: ModuleType) -> None:
                 logger.warning("%s The tokenizer's limit is left as it was.", error)
         return result
 
-    _wrap(module.PreTrainedTokenizerBase, SAVE, save)
+    wrap(module.PreTrainedTokenizerBase, SAVE, save)
 
 
 def _wrap_accelerator(module: ModuleType) -> None:
@@ -144,7 +143,7 @@ def _wrap_accelerator(module: ModuleType) -> None:
         _write_beside(base, folder, adapter=False)
         return result
 
-    _wrap(module.Accelerator, "save_model", save_model)
+    wrap(module.Accelerator, "save_model", save_model)
 
 
 # ---- adapters ----
@@ -169,9 +168,9 @@ def _wrap_adapters(module: ModuleType) -> None:
         _extend_for_adapter(model, model_id, kwargs)
         return original(model, model_id, *args, **kwargs)
 
-    _wrap(module.PeftModel, SAVE, save)
-    _wrap(module.PeftModel, "from_pretrained", load)
-    _wrap(module.PeftModel, "load_adapter", add)
+    wrap(module.PeftModel, SAVE, save)
+    wrap(module.PeftModel, "from_pretrained", load)
+    wrap(module.PeftModel, "load_adapter", add)
 
 
 def _wrap_adapters_of_transformers(module: ModuleType) -> None:
@@ -181,7 +180,7 @@ def _wrap_adapters_of_transformers(module: ModuleType) -> None:
             _extend_for_adapter(model, source, kwargs)
         return original(model, *args, **kwargs)
 
-    _wrap(module.PeftAdapterMixin, "load_adapter", add)
+    wrap(module.PeftAdapterMixin, "load_adapter", add)
 
 
 def _extend_for_adapter(model: Any, source: Any, kwargs: dict[str, Any]) -> None:
@@ -240,7 +239,7 @@ def _wrap_adapter_config(module: ModuleType) -> None:
             warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{MARK}'\]")
             return original(*args, **kwargs)
 
-    _wrap(module.PeftConfigMixin, "from_pretrained", load)
+    wrap(module.PeftConfigMixin, "from_pretrained", load)
 
 
 def _carrying_inside(model: Any) -> PreTrainedModel | None:
@@ -270,7 +269,7 @@ def _wrap_model_loading(module: ModuleType) -> None:
                 _warn_if_lost(model, source)
         return loaded
 
-    _wrap(module.PreTrainedModel, "from_pretrained", load)
+    wrap(module.PreTrainedModel, "from_pretrained", load)
 
 
 def _may_have_manifest(model: PreTrainedModel, source: Any) -> bool:
@@ -294,7 +293,7 @@ def _wrap_config_of_no_family(module: ModuleType) -> None:
                 return cls(**{key: value for key, value in values.items() if key not in ("rope_scaling", "rope_theta")})
         return original(cls, json_file)
 
-    _wrap(module.PreTrainedConfig, "from_json_file", read)
+    wrap(module.PreTrainedConfig, "from_json_file", read)
 
 
 def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> None:
@@ -364,8 +363,8 @@ def _wrap_reference_models(module: ModuleType) -> None:
         return model
 
     if {"get_config_model_id", "create_model_from_path"} <= vars(module).keys():
-        _wrap(module, "get_config_model_id", name_of)
-        _wrap(module, "create_model_from_path", create)
+        wrap(module, "get_config_model_id", name_of)
+        wrap(module, "create_model_from_path", create)
 
 
 class _NameWithConfig(str):
@@ -408,21 +407,6 @@ def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any],
     except ValueError as error:
         logger.warning("%s. If the checkpoint needs it, it is read as another model.", str(error).rstrip("."))
         return None
-
-
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function, method or class method by ``around(original, *args, **kwargs)``, unless that was done."""
-    defined = owner.__dict__[name]
-    original = defined.__func__ if isinstance(defined, classmethod) else defined
-    if hasattr(original, _WRAPPER):
-        return
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(wrapper, _WRAPPER, True)
-    setattr(owner, name, classmethod(wrapper) if isinstance(defined, classmethod) else wrapper)
 
 
 save_patched_models_by(_save_carrying, install)

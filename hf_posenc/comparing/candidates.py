@@ -50,21 +50,12 @@ class Candidate:
 
     @property
     def kind(self) -> int:
-        return kind_of(self.method, self.rule)
-
-
-def kind_of(method: str, rule: Method | None = None) -> int:
-    """Return the difficulty of serving a method, with its default options or those of ``rule``.
-
-    Returns:
-        ``UNPATCHED`` to ``OTHER``.
-    """
-    if method == "none":
-        return UNPATCHED
-    rule = rule or make_method(method)
-    if not rule.needs_hf_posenc:
-        return STATIC
-    return STAGED if isinstance(rule, StagedMethod) else OTHER
+        """The difficulty of serving it: ``UNPATCHED`` to ``OTHER``."""
+        if (rule := self.rule) is None:
+            return UNPATCHED
+        if not rule.needs_hf_posenc:
+            return STATIC
+        return STAGED if isinstance(rule, StagedMethod) else OTHER
 
 
 def find_candidates(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED, kind_of
+from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.effective_length import LossReach, Reach, reach
 from hf_posenc.evaluation.intervals import Ratio, Share, paired_interval, share_right
@@ -36,7 +36,7 @@ class Recommendation:
     kind: int
 
 
-def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] | None = None) -> Recommendation:
+def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int]) -> Recommendation:
     """Choose among methods measured on the same text, by their longest length.
 
     Rows whose retrieval at that length is surely worse than the best's (their intervals do not meet) are out. Of
@@ -47,12 +47,11 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] 
     Args:
         rows: For each method ("none" for the model as it is) its records of ``perplexity`` (``truncated``), and of
             ``retrieval`` if it was measured.
-        kinds: How hard each row is to serve; None takes them for methods with their default options.
+        kinds: How hard each row is to serve, as ``candidates`` has it.
 
     Raises:
         ValueError: A row has no perplexity, or they were measured on different tokens.
     """
-    kinds = {method: kind_of(method) for method in rows} if kinds is None else kinds
     longest = {method: _longest(method, records) for method, records in rows.items()}
     shares = {method: _share(records) for method, records in rows.items()}
     able = {method: longest[method] for method in _able(shares)}

@@ -140,7 +140,7 @@ class ExampleTokenizer:
         eos: Any = self.tokenizer.eos_token_id
         if eos is not None and ids[-1:] != [eos]:
             ids.append(eos)
-        return _all_counted(ids), alone
+        return MaskedTokens.uniform(torch.tensor(ids, dtype=torch.int64), counted=True), alone
 
     def _with_special_tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, truncation=False, verbose=False)["input_ids"])
@@ -152,7 +152,8 @@ class ExampleTokenizer:
 
     def _chat(self, document: Mapping[str, Any], messages: list[Any], where: str) -> MaskedTokens:
         if not self.assistant_only:
-            return _all_counted(self._applied(document, messages, where)["input_ids"])
+            ids = self._applied(document, messages, where)["input_ids"]
+            return MaskedTokens.uniform(torch.tensor(ids, dtype=torch.int64), counted=True)
         tokens = self._of_the_assistant(document, messages, where)
         if (end := self._uncounted_end(tokens)) is not None:
             self._warn_once(
@@ -282,10 +283,6 @@ def _read(row: Mapping[str, Any], where: str) -> Any:
         raise InvalidRequestError(
             f"{error} Of rows in memory the names count: text, messages, or prompt and completion; rename the columns."
         ) from error
-
-
-def _all_counted(ids: Sequence[int]) -> MaskedTokens:
-    return MaskedTokens(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), dtype=torch.bool))
 
 
 def _parsed(document: Mapping[str, Any], column: str, where: str) -> Any:

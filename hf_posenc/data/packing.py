@@ -172,4 +172,4 @@ def _ended(document: Tokens, index: int, bos_token_id: int | None, eos_token_id:
         ids = torch.cat([ids.new_tensor([bos_token_id]), ids])
     if eos_token_id is not None and ids[-1] != eos_token_id:
         ids = torch.cat([ids, ids.new_tensor([eos_token_id])])
-    return MaskedTokens(ids, torch.ones(len(ids), dtype=torch.bool))
+    return MaskedTokens.uniform(ids, counted=True)

@@ -25,6 +25,11 @@ class MaskedTokens:
     ids: torch.Tensor
     counted: torch.Tensor
 
+    @classmethod
+    def uniform(cls, ids: torch.Tensor, *, counted: bool) -> MaskedTokens:
+        """Return tokens of which all count in the loss, or none."""
+        return cls(ids, torch.full((len(ids),), counted))
+
     def __len__(self) -> int:
         return len(self.ids)
 

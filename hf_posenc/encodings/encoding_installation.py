@@ -27,8 +27,9 @@ from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
 from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.refusals import Refusal
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.methods.base import Encoding, Extension, Method, ModelSizes
+from hf_posenc.methods.base import Encoding, Extension, Method
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings, AddedToLogits, RotatesPairs
+from hf_posenc.methods.explained import ModelShape
 
 # Its name in the decoder, and so that of its parameters in a checkpoint.
 MODULE = "positional_encoding"
@@ -111,15 +112,16 @@ def install_encoding(rotary: RotaryModel, extension: Extension) -> InstalledEnco
 def _make_module(config: PreTrainedConfig, extension: Extension) -> Any:
     """Return the encoding that an extension names, with new random parameters."""
     assert isinstance(extension.method, Encoding), extension.method
-    sizes = ModelSizes(
-        spec=extension.spec,
-        context_length=extension.context_length,
-        hidden_size=int(config.hidden_size),
+    shape = ModelShape(
         num_heads=int(config.num_attention_heads),
+        hidden_size=int(config.hidden_size),
         head_dim=head_dim_of(config),
+        length=extension.spec.original_max_position_embeddings,
+        target=extension.context_length,
+        spec=extension.spec,
         initializer_range=float(getattr(config, "initializer_range", 0.02)),
     )
-    return extension.method.module(sizes)
+    return extension.method.module(shape)
 
 
 def load_parameters(model: PreTrainedModel, path: Path) -> None:

@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_posenc.data.packing import check_ids
 from hf_posenc.data.reading import tokenize_text
-from hf_posenc.data.tokens import spread as spread
-from hf_posenc.data.tokens import whole_pieces as whole_pieces
+from hf_posenc.data.tokens import spread, whole_pieces
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.evaluation.config import EvalConfig
 from hf_posenc.evaluation.windows import Run

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_posenc.attention.inner import inner_name
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.lm_head import decoder_body, row_chunks, token_losses
 from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predict_memory, shape_of
 from hf_posenc.evaluation.windows import Window
@@ -134,6 +134,20 @@ def length_dependent_rope_types(model: PreTrainedModel) -> list[str]:
     """
     rope_types = {kind for module, kind, _ in _rotary_states(model) if "dynamic" in kind or _two_lists(module, kind)}
     return sorted(rope_types)
+
+
+def refuse_chunks(rope_types: Sequence[str], prefill_chunk: int | None) -> None:
+    """Raise if a text is to be fed in chunks and frequencies depend on how many tokens are fed.
+
+    Raises:
+        ValueError: With what to do.
+    """
+    if prefill_chunk is not None and rope_types:
+        raise InvalidRequestError(
+            f"{argument('prefill_chunk')} cannot be used with rope_type {' and '.join(rope_types)!r}: its frequencies "
+            "change with the length fed, so keys in the cache would be rotated differently from those of one pass. "
+            f"Leave {argument('prefill_chunk')} out."
+        )
 
 
 def reset_dynamic_frequencies(model: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.config import EvalConfig, KeyTokens, check_at_least_one, check_short_context
 from hf_posenc.evaluation.documents import (
     Document,
@@ -26,7 +26,13 @@ from hf_posenc.evaluation.documents import (
 )
 from hf_posenc.evaluation.key_tokens import KeyTokenFinder
 from hf_posenc.evaluation.lm_head import check_head
-from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_types, memory_need, window_losses
+from hf_posenc.evaluation.losses import (
+    evaluation_mode,
+    length_dependent_rope_types,
+    memory_need,
+    refuse_chunks,
+    window_losses,
+)
 from hf_posenc.evaluation.memory import memory_logged, peak_memory
 from hf_posenc.evaluation.model_facts import hash_weights, make_run_key, model_facts
 from hf_posenc.evaluation.passes import Evaluation, default_bucket
@@ -170,12 +176,7 @@ def _passes(models: list[PreTrainedModel], runs: list[Run], prefill_chunk: int |
     rope_types = [name for model in models for name in length_dependent_rope_types(model)]
     if not rope_types:
         return plan_passes(runs, causal_in_position=True)
+    refuse_chunks(rope_types, prefill_chunk)
     name = " and ".join(rope_types)
-    if prefill_chunk is not None:
-        raise InvalidRequestError(
-            f"{argument('prefill_chunk')} cannot be used with rope_type {name!r}: its frequencies change with the "
-            "length fed, so keys in the cache would be rotated differently from those of one pass. Leave "
-            f"{argument('prefill_chunk')} out."
-        )
     logger.warning("rope_type %r depends on the length that is fed: one pass for each context length.", name)
     return plan_passes(runs, causal_in_position=False)

@@ -199,7 +199,7 @@ class RetrievalRecord(JsonRecord):
         """The key of its text: questions of one text are right or wrong together more than by chance."""
         return self.shared_text or self.text_hash
 
-    def score(self, by: str = "forced") -> float | None:
+    def score(self, by: str) -> float | None:
         """Return the share of the answers that were right, by "forced" or "written"."""
         right = self.num_forced if by == "forced" else self.num_written
         return None if right is None else right / len(self.answers)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_posenc.data.tokens import spread, whole_pieces
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.evaluation.documents import spread, whole_pieces
 
 
 @dataclass(frozen=True)

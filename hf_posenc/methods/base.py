@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.explained import InPlaceOfRope
+from hf_posenc.methods.explained import InPlaceOfRope, ModelShape
 from hf_posenc.methods.options import option, tokens
 from hf_posenc.settings import check_settings, flag, word
 from hf_posenc.spec import RopeSpec, check_number
@@ -459,27 +459,6 @@ def near_and_far(window: int, query: Positions, key: Positions, name: str) -> Re
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """The sizes of the model for which an encoding is made.
-
-    Attributes:
-        spec: What the model was trained with.
-        context_length: The target, in tokens.
-        hidden_size: Features of the embeddings.
-        num_heads: Number of query heads.
-        head_dim: Features of a head.
-        initializer_range: Standard deviation that the model's parameters are drawn with.
-    """
-
-    spec: RopeSpec
-    context_length: int
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    initializer_range: float
-
-
-@dataclass(frozen=True)
 class Encoding(InPlaceOfRope, Method):
     """A positional encoding that takes the place of the model's RoPE, whose rotation is stopped."""
 
@@ -496,7 +475,7 @@ class Encoding(InPlaceOfRope, Method):
         return torch.zeros(spec.num_pairs, dtype=torch.float64), 1.0
 
     @abc.abstractmethod
-    def module(self, sizes: ModelSizes) -> nn.Module:
+    def module(self, model: ModelShape) -> nn.Module:
         """Return the encoding as a module with newly initialised parameters (``hf_posenc.methods.encodings.modules``).
 
         Raises:

@@ -17,7 +17,7 @@ OfDistance = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a model that an encoding is explained with.
+    """The numbers of a model that an encoding is made for and explained with.
 
     Attributes:
         num_heads: Number of query heads of a layer.
@@ -27,6 +27,7 @@ class ModelShape:
         target: Tokens that the model is to read.
         spec: Its rotary embedding; None if it has none.
         no_rope: Why it has none.
+        initializer_range: Standard deviation that its parameters are drawn with.
     """
 
     num_heads: int
@@ -36,6 +37,7 @@ class ModelShape:
     target: int
     spec: RopeSpec | None = None
     no_rope: str = "the model has no rotary embedding."
+    initializer_range: float = 0.02
 
     @property
     def rope(self) -> RopeSpec:

@@ -79,7 +79,7 @@ class Material:
         room = self.seq_len - len(made)
         if room == 0:
             return made
-        return joined([made, MaskedTokens(self.stretch(room, rng), torch.zeros(room, dtype=torch.bool))])
+        return joined([made, MaskedTokens.uniform(self.stretch(room, rng), counted=False)])
 
 
 class Kind(abc.ABC):

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from hf_posenc.data.reading import added_bos
+from hf_posenc.data.reading import added_bos, tokenize_text
 from hf_posenc.data.tokens import MaskedTokens, joined
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.mixtures import register_kind
@@ -50,7 +50,7 @@ class Knots(Kind):
     def __init__(self, material: Material) -> None:
         super().__init__(material)
         self._begin, self._end = (
-            _all(torch.tensor([] if token is None else [token], dtype=torch.int64))
+            MaskedTokens.uniform(torch.tensor([] if token is None else [token], dtype=torch.int64), counted=True)
             for token in (added_bos(material.tokenizer), material.tokenizer.eos_token_id)
         )
         self._lengths = [len(document) for document in material.documents]
@@ -99,8 +99,13 @@ class Knots(Kind):
 
     def _tags(self, cuts: int, rng: Random) -> _Tags:
         ties = names(rng, cuts)
-        behind, before = ([_none(self._ids(f"\n[{way} {tie}]\n")) for tie in ties] for way in ("on to", "on from"))
-        order = [_none(self._ids("\n[order:")), _all(self._ids(f" {', '.join(ties)}]\n"))]
+        behind, before = (
+            [self._tokens(f"\n[{way} {tie}]\n", counted=False) for tie in ties] for way in ("on to", "on from")
+        )
+        order = [
+            self._tokens("\n[order:", counted=False),
+            self._tokens(f" {', '.join(ties)}]\n", counted=True),
+        ]
         return _Tags(behind, before, joined(order))
 
     def _excerpt(self, most: int, rng: Random) -> MaskedTokens:
@@ -112,10 +117,16 @@ class Knots(Kind):
         start = rng.randint(0, max(0, len(document) - most))
         text = document[start : start + most]
         begin = self._begin if start == 0 else self._begin[:0]
-        return joined([begin, _all(text), self._end if start + most >= len(document) else self._end[:0]])[:most]
+        return joined(
+            [
+                begin,
+                MaskedTokens.uniform(text, counted=True),
+                self._end if start + most >= len(document) else self._end[:0],
+            ]
+        )[:most]
 
-    def _ids(self, text: str) -> torch.Tensor:
-        return torch.tensor(self.material.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
+    def _tokens(self, text: str, *, counted: bool) -> MaskedTokens:
+        return MaskedTokens.uniform(tokenize_text(self.material.tokenizer, text), counted=counted)
 
 
 def _cut(text: MaskedTokens, cuts: int, rng: Random) -> list[MaskedTokens]:
@@ -131,11 +142,3 @@ def _without_first(chunk: MaskedTokens) -> MaskedTokens:
     counted = chunk.counted.clone()
     counted[0] = False
     return MaskedTokens(chunk.ids, counted)
-
-
-def _all(ids: torch.Tensor) -> MaskedTokens:
-    return MaskedTokens(ids, torch.ones(len(ids), dtype=torch.bool))
-
-
-def _none(ids: torch.Tensor) -> MaskedTokens:
-    return MaskedTokens(ids, torch.zeros(len(ids), dtype=torch.bool))

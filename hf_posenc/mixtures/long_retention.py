@@ -26,10 +26,7 @@ class LongRetention(Kind):
     needs_retained_texts: ClassVar[bool] = True
 
     def block(self, index: int) -> list[MaskedTokens]:
-        return [
-            MaskedTokens(ids, torch.ones_like(ids, dtype=torch.bool))
-            for ids in (self._texts.ids[row, :size] for row, size in self._rows(index))
-        ]
+        return [MaskedTokens.uniform(self._texts.ids[row, :size], counted=True) for row, size in self._rows(index)]
 
     def targets(self, index: int) -> Mapping[str, torch.Tensor]:
         """Return what was predicted, and the positions that it was predicted at, in place of those of the schedule."""

@@ -40,10 +40,10 @@ def longest_mark(seq_len: int) -> int:
     return max(6, min(_LONGEST_MARK, 3 * (seq_len // 200)))
 
 
-def names(rng: Random, count: int, syllables: int = 3) -> list[str]:
+def names(rng: Random, count: int) -> list[str]:
     """Return different made-up names, such as Kovari."""
     return _different(
-        count, lambda: "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(syllables)).capitalize()
+        count, lambda: "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(3)).capitalize()
     )
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hf_posenc.evaluation.config import KeyTokens
@@ -31,14 +30,6 @@ _SAME = (
 )
 
 
-@dataclass(frozen=True)
-class Commands:
-    """``typed`` are the commands that records carry, ``made`` those put together for the records that carry none."""
-
-    typed: tuple[str, ...]
-    made: tuple[str, ...]
-
-
 class _Own(NamedTuple):
     """The words of a command that say what is measured and how, and a remark at its end."""
 
@@ -47,20 +38,20 @@ class _Own(NamedTuple):
     remark: str
 
 
-def make_commands(records: Sequence[AnyRecord]) -> Commands:
-    """Return the commands of all records, each once, in order of appearance."""
+def make_commands(records: Sequence[AnyRecord]) -> tuple[list[str], list[str]]:
+    """Return the commands that records carry, each once, and those put together for the records that carry none."""
     typed = dict.fromkeys(record.command for record in records if record.command)
     others = [record for record in records if not record.command]
     perplexities = [record for record in others if isinstance(record, Record)]
     retrievals = [record for record in others if isinstance(record, RetrievalRecord)]
-    return Commands(tuple(typed), (*_made(perplexities, _perplexity), *_made(retrievals, _retrieval)))
+    return list(typed), [*_made(perplexities, _perplexity), *_made(retrievals, _retrieval)]
 
 
 def command_panel(records: Sequence[AnyRecord], report_command: str) -> Panel:
     """Return the panel of the commands, that of the report itself last."""
-    commands = make_commands(records)
+    typed, made = make_commands(records)
     last = report_command or shlex.join(["hf-posenc", "report", _RESULTS])
-    every = [(_TYPED, commands.typed), (_MADE, commands.made), ("And the report:", (last,))]
+    every = [(_TYPED, typed), (_MADE, made), ("And the report:", [last])]
     return Panel("commands", "Commands", [Code(words, lines) for words, lines in every if lines])
 
 

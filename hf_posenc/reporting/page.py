@@ -22,22 +22,8 @@ from hf_posenc.reporting.plot import Drawing
 from hf_posenc.utils.files import write_whole
 
 
-class Block:
-    """A part of a panel, written by the macro with the name of its class."""
-
-    @property
-    def macro(self) -> str:
-        """The name of its macro in the templates."""
-        return type(self).__name__
-
-    @property
-    def drawings(self) -> dict[str, Drawing]:
-        """The drawings that are written beside the page, by the names of files."""
-        return {}
-
-
 @dataclass(frozen=True)
-class Paragraph(Block):
+class Paragraph:
     """Sentences; ``kind`` is "note" for what limits the numbers and "quiet" for what explains them, else empty."""
 
     text: str
@@ -45,7 +31,7 @@ class Paragraph(Block):
 
 
 @dataclass(frozen=True)
-class Sentences(Block):
+class Sentences:
     """A list of sentences under a heading; ``lines`` are pairs of how one begins, which is bold, and the rest."""
 
     title: str
@@ -53,14 +39,14 @@ class Sentences(Block):
 
 
 @dataclass(frozen=True)
-class Facts(Block):
+class Facts:
     """Pairs of a name and a value: how something was measured."""
 
     pairs: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Code(Block):
+class Code:
     """Lines to type, below what they are for."""
 
     text: str
@@ -68,7 +54,7 @@ class Code(Block):
 
 
 @dataclass(frozen=True)
-class Figure(Block):
+class Figure:
     """A drawing: on the page its wide form, and the narrow one that phones show instead; in Markdown its PNG file.
 
     Attributes:
@@ -84,10 +70,6 @@ class Figure(Block):
     label: str
     caption: str = ""
     alt: str = ""
-
-    @property
-    def drawings(self) -> dict[str, Drawing]:
-        return {self.slug: self.drawing}
 
     @property
     def forms(self) -> list[tuple[str, Markup]]:
@@ -131,7 +113,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class NumberTable(Block):
+class NumberTable:
     """A table whose headers sort it; the first cell of a row is its name.
 
     Attributes:
@@ -176,7 +158,7 @@ class HeatMap:
 
 
 @dataclass(frozen=True)
-class HeatMaps(Block):
+class HeatMaps:
     """Heat maps: shaded tables on the page, if there are any; in Markdown the PNG file of their drawing."""
 
     slug: str
@@ -184,9 +166,9 @@ class HeatMaps(Block):
     heads: Sequence[str]
     maps: Sequence[HeatMap]
 
-    @property
-    def drawings(self) -> dict[str, Drawing]:
-        return {self.slug: self.drawing}
+
+# Each is written by the macro with the name of its class.
+Block = Paragraph | Sentences | Facts | Code | Figure | NumberTable | HeatMaps
 
 
 @dataclass(frozen=True)
@@ -199,11 +181,13 @@ class Panel:
 
     def write_drawings(self, folder: Path) -> list[Path]:
         """Write its drawings to a folder, by the names of their files; files of the same name are replaced."""
-        pairs = sorted((name, drawing) for block in self.blocks for name, drawing in block.drawings.items())
+        drawn = sorted(
+            (block for block in self.blocks if isinstance(block, Figure | HeatMaps)), key=lambda one: one.slug
+        )
         return [
-            write_whole(folder / f"{name}{suffix}", content)
-            for name, drawing in pairs
-            for suffix, content in drawing.files.items()
+            write_whole(folder / f"{block.slug}{suffix}", content)
+            for block in drawn
+            for suffix, content in block.drawing.files.items()
         ]
 
 

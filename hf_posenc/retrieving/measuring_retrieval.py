@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.evaluation.config import check_at_least_one
 from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
 from hf_posenc.evaluation.lm_head import check_head
-from hf_posenc.evaluation.losses import Advance, evaluation_mode, length_dependent_rope_types
+from hf_posenc.evaluation.losses import Advance, evaluation_mode, length_dependent_rope_types, refuse_chunks
 from hf_posenc.evaluation.memory import peak_memory, reset_peak_memory
 from hf_posenc.evaluation.model_facts import hash_weights, make_run_key, model_facts
 from hf_posenc.evaluation.records import RetrievalRecord, append_line, check_output, read_retrieval_records
@@ -103,7 +103,8 @@ def retrieval(
     model = RotaryModel(model).model
     tasks = expand_groups(tasks)
     lengths = check_retrieval(tasks, context_lengths, depths, samples, questions)
-    _check_chunk(model, prefill_chunk)
+    check_at_least_one("prefill_chunk", prefill_chunk)
+    refuse_chunks(length_dependent_rope_types(model), prefill_chunk)
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), chat)
     # Each is made when it is needed: many long prompts would fill the memory.
     makers = [
@@ -129,7 +130,6 @@ def check_prompts(
     context_lengths: Sequence[int],
     questions: int = 1,
     *,
-    samples: int = 1,
     documents: Sequence[str] | None = None,
     chat: Chat = "auto",
 ) -> None:
@@ -141,7 +141,7 @@ def check_prompts(
             required and missing.
     """
     tasks = expand_groups(tasks)
-    lengths = check_retrieval(tasks, context_lengths, DEFAULT_DEPTHS, samples, questions)
+    lengths = check_retrieval(tasks, context_lengths, DEFAULT_DEPTHS, 1, questions)
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), chat)
     for task in tasks:
         for length in lengths:
@@ -274,18 +274,6 @@ class _Prompting:
         """Say whether all answers are in a text, whatever is written after it."""
         text = str(self.tokenizer.decode(written))
         return num_written(text, prompt.answers, prompt.choices, ended=True) == len(prompt.answers)
-
-
-def _check_chunk(model: PreTrainedModel, prefill_chunk: int | None) -> None:
-    if prefill_chunk is None:
-        return
-    if prefill_chunk < 1:
-        raise InvalidRequestError(f"{argument('prefill_chunk')} must be at least 1 token, got {prefill_chunk}.")
-    if rope_types := length_dependent_rope_types(model):
-        raise InvalidRequestError(
-            f"{argument('prefill_chunk')} cannot be used with rope_type {' and '.join(rope_types)!r}: its "
-            f"frequencies change with the length fed. Leave {argument('prefill_chunk')} out."
-        )
 
 
 def _identify(prompt: Prompt, shared_text: str, facts: dict[str, Any], weights: str) -> dict[str, Any]:

@@ -114,8 +114,46 @@ class PackedBlocks(TrainingBlocks):
         return self.packed.fingerprint()
 
     def log_summary(self, *, wants_distances: bool, group: int | None) -> None:
-        original = self.positions.original_length
-        log_packing(self.summary(group), original, wants_distances=wants_distances, group=group)
+        original, summary = self.positions.original_length, self.summary(group)
+        short = f", {summary.num_short} of them as windows of {original} tokens" if summary.num_short else ""
+        logger.info(
+            "%d documents, %d tokens; trained on: %d tokens in %d blocks%s, %d pieces; %.1f %% of these tokens see "
+            "distances beyond the original %d tokens",
+            summary.num_documents,
+            summary.num_tokens,
+            summary.num_trained,
+            summary.num_blocks,
+            short,
+            summary.num_pieces,
+            100 * summary.share_beyond_original,
+            original,
+        )
+        if summary.num_padding:
+            share = 100 * summary.num_padding / summary.num_trained
+            logger.log(
+                logging.WARNING if share > _MUCH_PADDING else logging.INFO,
+                "%d of these tokens (%.1f %%) are padding behind documents that are shorter than a block, and do not "
+                "count in the loss%s",
+                summary.num_padding,
+                share,
+                ": a smaller seq_len trains on more text in the same budget" if share > _MUCH_PADDING else "",
+            )
+        if summary.num_masked:
+            counted = summary.num_trained - summary.num_padding - summary.num_masked
+            logger.info(
+                "%d of these tokens (%.1f %%) count in the loss; the others are prompts and turns of others than the "
+                "assistant",
+                counted,
+                100 * counted / summary.num_trained,
+            )
+        if summary.num_unused:
+            logger.info(
+                "%d tokens of the documents (%.1f %%) are in none of these blocks",
+                summary.num_unused,
+                100 * summary.num_unused / summary.num_tokens,
+            )
+        if wants_distances:
+            warn_about_distances(summary.share_beyond_original, original, group)
 
     def summary(self, group: int | None = None) -> PackingSummary:
         """Count what these blocks hold; ``group`` as for ``log_summary``."""
@@ -264,58 +302,6 @@ def farthest(position_ids: torch.Tensor, group: int | None) -> torch.Tensor:
     on = group - group // 2  # the first of the groups that are shifted is group // 2 tokens long
     of_group = torch.minimum(indices // group * group, (indices + on) // group * group - on)
     return position_ids - position_ids[torch.maximum(document, of_group)]
-
-
-def log_packing(
-    summary: PackingSummary, original_length: int, *, wants_distances: bool = True, group: int | None = None
-) -> None:
-    """Say what is trained on, and warn when it holds hardly any long distance to learn from, where that is wanted.
-
-    Args:
-        summary: Summary of the blocks.
-        original_length: Tokens the model was trained on.
-        wants_distances: The run is to teach longer ones.
-        group: Tokens of a group of shifted sparse attention; None for no groups.
-    """
-    short = f", {summary.num_short} of them as windows of {original_length} tokens" if summary.num_short else ""
-    logger.info(
-        "%d documents, %d tokens; trained on: %d tokens in %d blocks%s, %d pieces; %.1f %% of these tokens see "
-        "distances beyond the original %d tokens",
-        summary.num_documents,
-        summary.num_tokens,
-        summary.num_trained,
-        summary.num_blocks,
-        short,
-        summary.num_pieces,
-        100 * summary.share_beyond_original,
-        original_length,
-    )
-    if summary.num_padding:
-        share = 100 * summary.num_padding / summary.num_trained
-        logger.log(
-            logging.WARNING if share > _MUCH_PADDING else logging.INFO,
-            "%d of these tokens (%.1f %%) are padding behind documents that are shorter than a block, and do not count "
-            "in the loss%s",
-            summary.num_padding,
-            share,
-            ": a smaller seq_len trains on more text in the same budget" if share > _MUCH_PADDING else "",
-        )
-    if summary.num_masked:
-        counted = summary.num_trained - summary.num_padding - summary.num_masked
-        logger.info(
-            "%d of these tokens (%.1f %%) count in the loss; the others are prompts and turns of others than the "
-            "assistant",
-            counted,
-            100 * counted / summary.num_trained,
-        )
-    if summary.num_unused:
-        logger.info(
-            "%d tokens of the documents (%.1f %%) are in none of these blocks",
-            summary.num_unused,
-            100 * summary.num_unused / summary.num_tokens,
-        )
-    if wants_distances:
-        warn_about_distances(summary.share_beyond_original, original_length, group)
 
 
 def warn_about_distances(share: float, original_length: int, group: int | None) -> None:

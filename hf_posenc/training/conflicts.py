@@ -70,13 +70,11 @@ class Conflict(NamedTuple):
     Found late it costs a loaded model, and some would never be found: the run would train on wrong positions or masks.
 
     Attributes:
-        name: Short, for the tests.
         holds: Whether a run has it.
         message: What does not go together and what to do; formatted with ``config``, ``launch``, ``attention``,
             ``seq_len`` and ``method``.
     """
 
-    name: str
     holds: Callable[[Combination], bool]
     message: str
 
@@ -84,165 +82,138 @@ class Conflict(NamedTuple):
 _FSDP_SHARDS, _DEEPSPEED_FILES = "pytorch_model_fsdp_*", "global_step*"  # in a checkpoint
 CONFLICTS = (
     Conflict(
-        "fsdp1",
         lambda s: s.launch.fsdp == 1,
         "FSDP version 1 casts buffers under mixed precision, so it rounds the rotary frequencies. Use FSDP2: "
         "--accelerate-config fsdp2 (fsdp_version: 2).",
     ),
     Conflict(
-        "fsdp and its own activation checkpointing",
         lambda s: s.launch.fsdp > 0 and s.launch.wraps_layers,
         "fsdp_activation_checkpointing wraps the layers, whose names then fit no checkpoint. Set it to false and pass "
         "gradient_checkpointing=True (--gradient-checkpointing).",
     ),
     Conflict(
-        "tensor parallelism",
         lambda s: s.launch.tp_size > 1,
         "tensor parallelism (parallelism_config_tp_size {launch.tp_size}) is not supported: the loss in chunks needs "
         "the whole head. Share out the weights by --accelerate-config fsdp2.",
     ),
     Conflict(
-        "groups and processes",
         lambda s: s.launch.processes % (s.launch.cp_size * s.launch.sp_size) != 0,
         "{launch.processes} processes cannot form groups of {launch.cp_size} x {launch.sp_size} (cp_size x sp_size). "
         "Start a multiple of that (--num-processes).",
     ),
     Conflict(
-        "cp and sp",
         lambda s: s.launch.cp_size > 1 and s.launch.sp_size > 1,
         "context parallelism (cp_size {launch.cp_size}) and Ulysses (sp_size {launch.sp_size}) both cut sequences. "
         "Set one of the sizes to 1.",
     ),
     Conflict(
-        "cp without fsdp2",
         lambda s: s.launch.cp_size > 1 and s.launch.fsdp != 2,
         "context parallelism (cp_size {launch.cp_size}) needs FSDP2: --accelerate-config context_parallel_2gpu, or "
         "fsdp_version: 2 in a file of your own.",
     ),
     Conflict(
-        "cp and attention",
         lambda s: s.launch.cp_size > 1 and s.attention not in (None, "sdpa"),
         "context parallelism passes keys around in SDPA only, and attn_implementation is {attention!r}. Leave it out, "
         "or give sdpa.",
     ),
     Conflict(
-        "cp and seq_len",
         lambda s: s.launch.cp_size > 1 and s.seq_len is not None and s.seq_len % (2 * s.launch.cp_size) != 0,
         "context parallelism cuts a block into 2 x cp_size = 2 x {launch.cp_size} chunks, and seq_len {seq_len} is "
         "not divisible by that. Choose another seq_len (--seq-len).",
     ),
     Conflict(
-        "sp without deepspeed",
         lambda s: s.launch.sp_size > 1 and s.launch.zero is None,
         "Ulysses (sp_size {launch.sp_size}) needs DeepSpeed: --accelerate-config alst_ulysses_4gpu, or "
         "distributed_type: DEEPSPEED in a file of your own.",
     ),
     Conflict(
-        "sp and attention",
         lambda s: s.launch.sp_size > 1 and (s.attention or s.launch.sp_attention) not in _FLASH,
         "Ulysses keeps packed documents apart with FlashAttention only (SDPA takes a block for one text): give "
         "attn_implementation flash_attention_2, and parallelism_config_sp_attn_implementation the same.",
     ),
     Conflict(
-        "sp and seq_len",
         lambda s: s.launch.sp_size > 1 and s.seq_len is not None and s.seq_len % s.launch.sp_size != 0,
         "Ulysses cuts a block into sp_size = {launch.sp_size} parts, and seq_len {seq_len} is not divisible by that. "
         "Choose another seq_len (--seq-len).",
     ),
     Conflict(
-        "cp and short windows",
         lambda s: s.launch.cp_size > 1 and s.config.short_share > 0,
         "context parallelism knows no mask but the causal one, and short_share {config.short_share} reads blocks as "
         "several windows, which would see each other. Leave it out, or launch with --accelerate-config fsdp2.",
     ),
     Conflict(
-        "cp and a mixture",
         lambda s: s.launch.cp_size > 1 and s.config.task_mix is not None,
         "context parallelism cannot keep the pieces of a block apart, and those of task_mix may have several. Launch "
         "with --accelerate-config fsdp2.",
     ),
     Conflict(
-        "a mixture and layers without a mask",
         lambda s: bool(s.unmasked) and s.config.task_mix is not None,
         "the model cannot be trained on a task_mix, whose blocks hold several pieces: {layers} let a token see others "
         "whatever the attention mask says. Leave it out, and give packing=False (--packing false).",
     ),
     Conflict(
-        "short windows and layers without a mask",
         lambda s: bool(s.unmasked) and s.config.short_share > 0,
         "the model cannot be trained with short_share {config.short_share}, which reads blocks as several windows: "
         "{layers} let a token see others whatever the attention mask says. Leave it out, and give packing=False "
         "(--packing false).",
     ),
     Conflict(
-        "shared sequences and layers without a mask",
         lambda s: bool(s.unmasked) and s.launch.shares_sequences,
         "the model cannot be trained with context or sequence parallelism, which shows each process a part of a "
         "sequence: {layers} need all of it. Launch with --accelerate-config fsdp2, and give packing=False (--packing "
         "false).",
     ),
     Conflict(
-        "packing and layers without a mask",
         lambda s: bool(s.unmasked) and s.config.packing,
         "the model cannot keep several documents of a block apart: {layers} let a token see others whatever the "
         "attention mask says. Give packing=False (--packing false): a block is then one document, cut or padded to "
         "its length.",
     ),
     Conflict(
-        "shared sequences and a method in the attention",
         lambda s: s.launch.shares_sequences and s.changes_attention,
         "{method} changes the attention itself, which then sees one process' part of a sequence only. Train it "
         "without context or sequence parallelism: --accelerate-config fsdp2.",
     ),
     Conflict(
-        "shifted attention and shared sequences",
         lambda s: s.launch.shares_sequences and s.config.shifted_sparse_attention,
         "shifted_sparse_attention groups the tokens of a whole block, and context or sequence parallelism shows each "
         "process a part of it. Use one of the two.",
     ),
     Conflict(
-        "shifted attention and flash",
         lambda s: s.config.shifted_sparse_attention and (s.attention or "sdpa") not in ("sdpa", "eager"),
         "shifted_sparse_attention computes its groups with SDPA, and attn_implementation is {attention!r}. Leave it "
         "out, or give sdpa.",
     ),
     Conflict(
-        "lora and the parameters of an encoding",
         lambda s: s.config.lora and s.method in method_names("has_parameters"),
         "{method} has parameters, which an adapter does not hold: PEFT saves its own alone. Train without LoRA.",
     ),
     Conflict(
-        "trainable and the parameters of an encoding",
         lambda s: s.config.trainable == "attention" and s.method in method_names("has_parameters"),
         "{method} has parameters outside the attention, which trainable 'attention' leaves as they begin. "
         "Train all weights.",
     ),
     Conflict(
-        "quantised and shared out",
         lambda s: bool(s.is_quantised) and (s.launch.fsdp > 0 or s.launch.zero == 3),
         "quantised weights cannot be shared out by FSDP2 or ZeRO-3 and put together again. Launch with "
         "--accelerate-config multi_gpu, which keeps the small model whole on each GPU.",
     ),
     Conflict(
-        "8-bit states shared out",
         lambda s: is_of_bitsandbytes(str(s.config.optim)) and (s.launch.fsdp > 0 or s.launch.zero is not None),
         "optim {config.optim} keeps its states in blocks of whole weights, which FSDP2 and DeepSpeed share out. Launch "
         "with --accelerate-config multi_gpu, or leave optim out.",
     ),
     Conflict(
-        "a sharded checkpoint elsewhere",
         lambda s: s.checkpoint_has(_FSDP_SHARDS) and (s.launch.fsdp != 2 or "SHARDED" not in s.launch.state_dict),
         "the checkpoint in {config.output_dir} is FSDP2's SHARDED_STATE_DICT, which only the same kind of launch "
         "reads. Resume with it (fsdp_state_dict_type: SHARDED_STATE_DICT), or begin in another output_dir.",
     ),
     Conflict(
-        "a deepspeed checkpoint elsewhere",
         lambda s: s.checkpoint_has(_DEEPSPEED_FILES) and s.launch.zero is None,
         "the checkpoint in {config.output_dir} is DeepSpeed's, which no other launch reads. Resume with the "
         "configuration it was begun with, or begin in another output_dir.",
     ),
     Conflict(
-        "another checkpoint under deepspeed",
         lambda s: s.launch.zero is not None and s.checkpoint is not None and not s.checkpoint_has(_DEEPSPEED_FILES),
         "the checkpoint in {config.output_dir} was not written by DeepSpeed, which reads its own only. Resume without "
         "DeepSpeed, or begin in another output_dir.",

@@ -1,7 +1,9 @@
-"""Changes to modules of other libraries: made now, or right after the library is imported."""
+"""Changes to modules of other libraries, made now or right after the library is imported, and to their functions."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -10,10 +12,27 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_WRAPPER = "_is_hf_posenc_wrapper"
 Change = Callable[[ModuleType], None]
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a function, method or class method by ``around(original, *args, **kwargs)``, unless that was done."""
+    defined = inspect.getattr_static(owner, name)
+    original = defined.__func__ if isinstance(defined, classmethod) else defined
+    if hasattr(original, _WRAPPER):
+        return
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(wrapper, _WRAPPER, True)
+    setattr(owner, name, classmethod(wrapper) if isinstance(defined, classmethod) else wrapper)
 
 
 def when_imported(name: str, change: Change) -> None:

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "mixtures": "data",
     "training": "methods families data attention encodings patching checkpoint evaluation retrieving publishing "
     "mixtures",
-    "fitting": "methods families attention patching checkpoint evaluation retrieving",
+    "fitting": "methods families data attention patching checkpoint evaluation retrieving",
     "planning": "methods families attention patching checkpoint evaluation training fitting",
     "explain": "methods families attention patching checkpoint reporting",
     "comparing": "methods families patching evaluation retrieving",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import Encoding, ModelSizes
+from hf_posenc.methods.base import Encoding
 from hf_posenc.methods.encodings.modules import AddedToLogits
 from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
 from hf_posenc.methods.registry import register_method
@@ -63,8 +63,8 @@ class Alibi(Encoding):
     paper: ClassVar[str] = "Press et al. 2021, arXiv:2108.12409, section 3"
     summary: ClassVar[str] = "Takes a constant times the distance off the logits; for training from scratch."
 
-    def module(self, sizes: ModelSizes) -> nn.Module:
-        return AlibiBias(sizes.num_heads)
+    def module(self, model: ModelShape) -> nn.Module:
+        return AlibiBias(model.num_heads)
 
     def numbers(self, model: ModelShape) -> Numbers:
         slopes = alibi_slopes(model.num_heads).tolist()

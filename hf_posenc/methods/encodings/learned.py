@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import Encoding, ModelSizes
+from hf_posenc.methods.base import Encoding
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings
 from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
 from hf_posenc.methods.registry import register_method
@@ -51,8 +51,8 @@ class Learned(Encoding):
     )
     has_parameters: ClassVar[bool] = True
 
-    def module(self, sizes: ModelSizes) -> nn.Module:
-        return LearnedTable(sizes.context_length, sizes.hidden_size, sizes.initializer_range)
+    def module(self, model: ModelShape) -> nn.Module:
+        return LearnedTable(model.target, model.hidden_size, model.initializer_range)
 
     def numbers(self, model: ModelShape) -> Numbers:
         rows, missing = model.length, max(model.target - model.length, 0)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from hf_posenc.methods.base import Encoding, ModelSizes
+from hf_posenc.methods.base import Encoding
 from hf_posenc.methods.encodings.modules import DistanceTable
 from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
 from hf_posenc.methods.options import option, tokens
@@ -31,9 +31,9 @@ class RelativeBias(Encoding):
 
     max_distance: int = option(128, tokens, "tokens from which on all distances are one")
 
-    def module(self, sizes: ModelSizes) -> nn.Module:
+    def module(self, model: ModelShape) -> nn.Module:
         classify = partial(_clipped_distance, farthest=self.max_distance)
-        return DistanceTable(sizes.num_heads, self.max_distance + 1, classify, sizes.initializer_range)
+        return DistanceTable(model.num_heads, self.max_distance + 1, classify, model.initializer_range)
 
     def numbers(self, model: ModelShape) -> Numbers:
         farthest = self.max_distance

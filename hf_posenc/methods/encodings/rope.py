@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import Encoding, ModelSizes, plain_frequencies
+from hf_posenc.methods.base import Encoding, plain_frequencies
 from hf_posenc.methods.encodings.modules import RotatesPairs
 from hf_posenc.methods.explained import ModelShape, PositionMap
 from hf_posenc.methods.options import option, positive
@@ -131,10 +131,10 @@ class RopeRotation(RotatesPairs):
     Reference: Su et al. 2021, arXiv:2104.09864, section 3.
     """
 
-    def __init__(self, sizes: ModelSizes, options: RopeOptions) -> None:
+    def __init__(self, model: ModelShape, options: RopeOptions) -> None:
         """Make one of a rule's options; what it leaves open is the model's own."""
         super().__init__()
-        rotary = options.rotary_spec(sizes.spec, sizes.head_dim)
+        rotary = options.rotary_spec(model.rope, model.head_dim)
         self.width = rotary.rotary_dim
         self.interleaved = options.interleaved
         self.rotation = rotate_complex if options.computation == "complex" else rotate_real
@@ -167,8 +167,8 @@ class Rope(RopeOptions):
     paper: ClassVar[str] = "Su et al. 2021, arXiv:2104.09864, section 3"
     summary: ClassVar[str] = "Rotates pairs of features by position, in either layout, in real or complex numbers."
 
-    def module(self, sizes: ModelSizes) -> nn.Module:
-        return RopeRotation(sizes, self)
+    def module(self, model: ModelShape) -> nn.Module:
+        return RopeRotation(model, self)
 
     def position_map(self, model: ModelShape) -> PositionMap:
         spec = self.rotary_spec(model.rope, model.head_dim)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import Encoding, ModelSizes
+from hf_posenc.methods.base import Encoding
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings
 from hf_posenc.methods.encodings.rope import EQUAL_VECTORS, rope_score
 from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
@@ -97,8 +97,8 @@ class Sinusoidal(Encoding):
         None, positive, "what multiplies the table; default: the initializer_range of the model"
     )
 
-    def module(self, sizes: ModelSizes) -> nn.Module:
-        return SinusoidalTable(sizes.hidden_size, self.embedding_scale or sizes.initializer_range, self.base)
+    def module(self, model: ModelShape) -> nn.Module:
+        return SinusoidalTable(model.hidden_size, self.embedding_scale or model.initializer_range, self.base)
 
     def numbers(self, model: ModelShape) -> Numbers:
         width = model.hidden_size

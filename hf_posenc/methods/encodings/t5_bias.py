@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import Encoding, ModelSizes
+from hf_posenc.methods.base import Encoding
 from hf_posenc.methods.encodings.modules import DistanceTable
 from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
 from hf_posenc.methods.options import option, tokens
@@ -73,8 +73,8 @@ class T5Bias(Encoding):
                 f"{self.num_buckets}, at least {4 if self.bidirectional else 2}), got {self.max_distance}."
             )
 
-    def module(self, sizes: ModelSizes) -> nn.Module:
-        return DistanceTable(sizes.num_heads, self.num_buckets, self.buckets, sizes.initializer_range)
+    def module(self, model: ModelShape) -> nn.Module:
+        return DistanceTable(model.num_heads, self.num_buckets, self.buckets, model.initializer_range)
 
     def buckets(self, relative: torch.Tensor) -> torch.Tensor:
         """Return the bucket of each relative position, key minus query; see ``t5_buckets``."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import ModelSizes, plain_frequencies
+from hf_posenc.methods.base import plain_frequencies
 from hf_posenc.methods.encodings.rope import EQUAL_VECTORS, RopeOptions, RopeRotation, pair_angles
 from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
 from hf_posenc.methods.options import option, positive
@@ -53,8 +53,8 @@ class XposRotation(RopeRotation):
     Reference: Sun et al. 2022, arXiv:2212.10554, section 3.2 and algorithm 1.
     """
 
-    def __init__(self, sizes: ModelSizes, options: Xpos) -> None:
-        super().__init__(sizes, options)
+    def __init__(self, model: ModelShape, options: Xpos) -> None:
+        super().__init__(model, options)
         self.decay = xpos_decay(self.width // 2)
         self.scale_base = options.scale_base
 
@@ -88,8 +88,8 @@ class Xpos(RopeOptions):
 
     scale_base: float = option(512.0, positive, "tokens in which a pair's logits shrink by its decay")
 
-    def module(self, sizes: ModelSizes) -> nn.Module:
-        return XposRotation(sizes, self)
+    def module(self, model: ModelShape) -> nn.Module:
+        return XposRotation(model, self)
 
     def numbers(self, model: ModelShape) -> Numbers:
         spec = self.rotary_spec(model.rope, model.head_dim)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED
 from hf_posenc.comparing.recommending import recommend
 from hf_posenc.evaluation import Record, paired_interval
 from report_records import make_record
@@ -49,7 +50,8 @@ BROKEN = row("none", 0.0, 2.0)
 
 
 def take(**rows: list[Any]) -> Any:
-    return recommend(rows)
+    kinds = {"none": UNPATCHED, "dynamic_yarn": STAGED, "dca": OTHER}
+    return recommend(rows, {name: kinds.get(name, STATIC) for name in rows})
 
 
 def test_a_difference_is_paired() -> None:

@@ -27,9 +27,9 @@ from encodings_by_hand import plain_score, rotated_score, sinusoid, slope, witho
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.cli.main import main
 from hf_posenc.encodings.encoding_attention import EncodingAttention
-from hf_posenc.methods.base import ModelSizes
 from hf_posenc.methods.encodings.alibi import AlibiBias
 from hf_posenc.methods.encodings.rope import Rope, RopeRotation
+from hf_posenc.methods.explained import ModelShape
 from hf_posenc.methods.registry import make_method
 from hf_posenc.spec import RopeSpec
 from tiny_models import assert_same_state, logits, make_model, recompute_activations, state, token_ids
@@ -363,13 +363,14 @@ def test_flex_attention_takes_no_bias() -> None:
 
 
 def test_pairs_that_never_rotated_do_not_begin_to() -> None:
-    sizes = ModelSizes(RopeSpec(16, 1e4, 64, 3), 256, 32, 2, 16, 0.02)
-    rotation = RopeRotation(sizes, cast(Rope, make_method("rope", 4.0)))
+    shape = ModelShape(2, 32, 16, 64, 256, RopeSpec(16, 1e4, 64, 3))
+    rotation = RopeRotation(shape, cast(Rope, make_method("rope", 4.0)))
     states = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
     moved = (rotation.rotate(states, torch.arange(8)[None]) != states).any(dim=(0, 1, 2))
     assert moved.tolist() == [True] * 5 + [False] * 3 + [True] * 5 + [False] * 3
 
 
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 def test_masks_of_flexattention_are_refused_by_name() -> None:
     model = make_model("Llama")
     model.set_attn_implementation("flex_attention")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_posenc.evaluation.documents import spread
+from hf_posenc.data.tokens import spread
 from hf_posenc.evaluation.windows import Pass, Run, Window, plan_passes, plan_runs, sliding_windows
 
 

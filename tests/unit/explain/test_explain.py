@@ -23,7 +23,7 @@ from folders import ROOT
 from hf_posenc.cli.main import main
 from hf_posenc.explain.method_words import MethodWords, method_words
 from hf_posenc.methods import registry
-from hf_posenc.methods.base import Encoding, Frequencies, ModelSizes, StaticMethod, plain_frequencies
+from hf_posenc.methods.base import Encoding, Frequencies, StaticMethod, plain_frequencies
 from hf_posenc.methods.encodings.modules import AddedToLogits
 from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, Numbers, PositionMap
 from hf_posenc.methods.options import option, positive
@@ -286,7 +286,7 @@ def of_another_package() -> Iterator[None]:
         paper: ClassVar[str] = "Nobody 2026"
         summary: ClassVar[str] = "Takes the distance off each logit."
 
-        def module(self, sizes: ModelSizes) -> nn.Module:
+        def module(self, model: ModelShape) -> nn.Module:
             return DistanceBias()
 
     @register_method

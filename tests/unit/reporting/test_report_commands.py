@@ -52,7 +52,7 @@ def test_a_typed_command_is_kept_and_gives_the_same_records(
     first = read_records("r.jsonl")
     assert {record.command for record in first} == {shlex.join(["hf-posenc", *words, "--hide-progress"])}
     assert "'../a text.txt'" in first[0].command
-    (typed,) = make_commands(first).typed
+    (typed,) = make_commands(first)[0]
     (tmp_path / "two").mkdir()
     monkeypatch.chdir(tmp_path / "two")
     run(typed.removesuffix(" --hide-progress"))
@@ -103,7 +103,7 @@ def test_a_longppl_command_says_how_tokens_are_chosen(
         *measured(evaluator=judge, alpha=0.01, beta=-9.5, short_context=12),
         *measured(alpha=0.01, beta=-9.0, short_context=16),
     ]
-    commands = make_commands(records).made
+    _, commands = make_commands(records)
     assert len(records) == 4
     assert len(commands) == 2
     assert "--evaluator judge --alpha 0.01 --beta -9.5 --short-context 12" in commands[0]
@@ -112,11 +112,11 @@ def test_a_longppl_command_says_how_tokens_are_chosen(
         run(command, DOCUMENTS="text.txt")
     assert keys(read_records("results.jsonl")) == keys(records)
     with patched(judge, "yarn", 2):
-        (command,) = make_commands(measured(evaluator=judge, alpha=0.01, beta=-9.5)).made
+        (command,) = make_commands(measured(evaluator=judge, alpha=0.01, beta=-9.5))[1]
     assert "--evaluator EVALUATOR" in command
     assert command.endswith("  # EVALUATOR: folder of judge (yarn x2)")
     plain = measured(alpha=-50.0, beta=-50.0)
-    assert "--short-context" not in make_commands(plain).made[0]  # as by default
+    assert "--short-context" not in make_commands(plain)[1][0]  # as by default
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -135,10 +135,10 @@ def test_a_command_put_together_measures_the_same(
                 records += perplexity(model, [TEXT], [32, 64], tokenizer=tokenizer, progress=False, **settings)
         else:
             records += perplexity(model, [TEXT], [32, 64], tokenizer=tokenizer, progress=False, **settings)
-    commands = make_commands(records)
-    assert commands.typed == ()
-    assert len(commands.made) == count
-    for command in commands.made:
+    typed, made = make_commands(records)
+    assert typed == []
+    assert len(made) == count
+    for command in made:
         run(command, DOCUMENTS="text.txt")
     assert keys({one.run_key: one for one in read_records("results.jsonl")}.values()) == keys(records)
 
@@ -151,11 +151,11 @@ def test_a_retrieval_command_put_together_asks_the_same(
     request: dict[str, Any] = {"tasks": ["passkey", "cwe"], "context_lengths": [2000], "depths": [0, 100], "samples": 2}
     novel = "".join(chr(32 + ord(character) % 95) for character in TEXT * 2)
     records = retrieval(model, tokenizer, documents=[novel], progress=False, **request)
-    (command,) = make_commands(records).made
+    _, (command,) = make_commands(records)
     (tmp_path / "novel.txt").write_text(novel)
     run(command + " --documents novel.txt")
     assert keys(read_retrieval_records("results.jsonl")) == keys(records)
-    (command,) = make_commands([dataclasses.replace(record, seed=record.seed + 5) for record in records]).made
+    (command,) = make_commands([dataclasses.replace(record, seed=record.seed + 5) for record in records])[1]
     assert command.endswith("# seeds began at 5: from Python, retrieval(..., seed=5)")
 
 
@@ -163,9 +163,9 @@ def test_trained_models_and_mixed_records_have_their_own_lines() -> None:
     trained = [make_record("yarn", n, 30.0, tokens_trained=300_000, model="mine") for n in (128, 256)]
     typed = make_record("none", 256, command="hf-posenc eval mine --method none")
     answered = make_retrieval_record("none", 256, 50.0, 0, True)
-    commands = make_commands([typed, *trained, answered, typed])
-    assert commands.typed == ("hf-posenc eval mine --method none",)
-    measured, searched = (line.split() for line in commands.made)
+    was_typed, made = make_commands([typed, *trained, answered, typed])
+    assert was_typed == ["hf-posenc eval mine --method none"]
+    measured, searched = (line.split() for line in made)
     assert measured[2:5] == ["TRAINED", "--documents", "DOCUMENTS"]
     assert "--method" not in measured
     assert measured[measured.index("--model-name") + 1] == "mine"
@@ -175,7 +175,7 @@ def test_trained_models_and_mixed_records_have_their_own_lines() -> None:
 def test_each_model_has_a_command_of_its_own() -> None:
     """The unpatched records of two models were in one command, of the last of them."""
     records = [make_record(method, 256, model=model) for model in ("one", "two") for method in ("none", "yarn")]
-    commands = [line.split() for line in make_commands(records).made]
+    commands = [line.split() for line in make_commands(records)[1]]
     assert [words[2] for words in commands] == ["one", "two"]
     assert [words[words.index("--method") + 1 :][:2] for words in commands] == [["none", "yarn"]] * 2
 

@@ -105,7 +105,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def check(folder: Path, settings: dict[str, Any]) -> None:
+def combination(folder: Path, settings: dict[str, Any]) -> Combination:
     settings = dict(settings)
     config = {"output_dir": str(folder), "factor": 4.0, **settings.pop("config", {})}
     if name := settings.pop("checkpoint", ""):
@@ -113,15 +113,25 @@ def check(folder: Path, settings: dict[str, Any]) -> None:
         (folder / "checkpoint-5" / "trainer_state.json").touch()
     names = ("attention", "is_quantised", "seq_len", "unmasked", "method", "changes_attention")
     known = {name: settings.pop(name) for name in names if name in settings}
-    refuse_conflicts(Combination(FinetuneConfig(**config), Launch(**settings), **known))
+    return Combination(FinetuneConfig(**config), Launch(**settings), **known)
 
 
-@pytest.mark.parametrize("name", [conflict.name for conflict in CONFLICTS])
+def check(folder: Path, settings: dict[str, Any]) -> None:
+    refuse_conflicts(combination(folder, settings))
+
+
+@pytest.mark.parametrize("name", TABLE)
 def test_each_conflict(tmp_path: Path, name: str):
     broken, mend, message = TABLE[name]
     with pytest.raises(ValueError, match=message):
         check(tmp_path, broken)
     check(tmp_path, {**broken, **mend})
+
+
+def test_no_conflict_is_missing_in_the_table(tmp_path: Path) -> None:
+    runs = [combination(tmp_path / str(number), broken) for number, (broken, _, _) in enumerate(TABLE.values())]
+    assert {next(one for one in CONFLICTS if one.holds(run)) for run in runs} == set(CONFLICTS)
+    assert len(TABLE) == len(CONFLICTS)
 
 
 def test_the_launch_is_read_as_accelerate_writes_it():

@@ -16,7 +16,7 @@ from hf_posenc.attention.shifted import make_groups
 from hf_posenc.data.packing import PackedDocuments, check_ids
 from hf_posenc.data.reading import added_bos
 from hf_posenc.data.tokens import MaskedTokens
-from hf_posenc.training.blocks import PackedBlocks, log_packing
+from hf_posenc.training.blocks import PackedBlocks
 from hf_posenc.training.data import upsample
 from hf_posenc.training.positions import PositionSchedule
 from tiny_llama import make_tiny_tokenizer
@@ -24,6 +24,7 @@ from tiny_runs import make_tokenizer
 from training_blocks import blocks_of, blocks_of_a_run
 
 EOS = 0
+PLAIN: dict[str, Any] = {"wants_distances": True, "group": None}
 
 
 def ids(*tokens: int) -> torch.Tensor:
@@ -119,15 +120,16 @@ def test_summary_counts_what_is_trained_on(caplog: pytest.LogCaptureFixture):
     assert summary.num_unused == len(unread) > 0
     assert summary.num_pieces == sum(int((schedule[i]["position_ids"] == 0).sum()) for i in range(2))
     with caplog.at_level(logging.INFO):
-        log_packing(summary, 16)
+        schedule.log_summary(**PLAIN)
     assert f"({100 * len(unread) / 40:.1f} %) are in none of these blocks" in caplog.text
     assert "2 documents, 40 tokens; trained on: 32 tokens in 2 blocks, " in caplog.text
     assert "0.0 %" in caplog.text
     caplog.clear()
-    whole = scheduled(documents, 16, 7, short_share=0.5).summary()
+    twice = scheduled(documents, 16, 7, short_share=0.5)
+    whole = twice.summary()
     assert (whole.num_blocks, whole.num_unused, whole.num_short) == (7, 0, 3)
     with caplog.at_level(logging.INFO):
-        log_packing(whole, 16)
+        twice.log_summary(**PLAIN)
     assert "in 7 blocks, 3 of them as windows of 16 tokens, " in caplog.text
     assert "in none of these blocks" not in caplog.text
 
@@ -142,11 +144,11 @@ def test_the_share_of_long_distances_of_data_of_a_known_share(caplog: pytest.Log
     packed = scheduled([torch.ones(20, dtype=torch.int64)] * 16, 64, 1)
     assert packed.summary().share_beyond_original == 4 * 3 / 64
     with caplog.at_level(logging.WARNING):
-        log_packing(half.summary(), 16)
+        half.log_summary(**PLAIN)
     assert not caplog.records
-    short = scheduled([torch.ones(16, dtype=torch.int64)] * 20, 64, 5).summary()
-    assert short.share_beyond_original == 0
-    log_packing(short, 16)
+    short = scheduled([torch.ones(16, dtype=torch.int64)] * 20, 64, 5)
+    assert short.summary().share_beyond_original == 0
+    short.log_summary(**PLAIN)
     assert "0.00 %" in caplog.text
 
 
@@ -172,7 +174,7 @@ def test_the_share_of_long_distances_in_groups(caplog: pytest.LogCaptureFixture,
         assert summary.share_beyond_original == pytest.approx(float(torch.stack(shares).mean()))
         assert (summary.share_beyond_original == 0) == (kind == "full" and group <= 16)
     assert schedule.summary(16).share_beyond_original < schedule.summary().share_beyond_original
-    log_packing(schedule.summary(9), 16, group=9)
+    schedule.log_summary(wants_distances=True, group=9)
     assert ("no layer compares tokens that are farther apart than its groups of 9" in caplog.text) == (kind == "full")
 
 
@@ -272,7 +274,7 @@ def test_blocks_of_masked_tokens_are_left_out(caplog: pytest.LogCaptureFixture):
     summary = schedule.summary()
     assert (summary.num_trained, summary.num_masked, summary.num_unused) == (32, 26, 16)
     with caplog.at_level(logging.INFO):
-        log_packing(summary, 8)
+        schedule.log_summary(**PLAIN)
     assert "(18.8 %)" in caplog.text
     prints = {PackedDocuments([other], 8, eos_token_id=None).fingerprint() for other in (document, document.ids)}
     assert len(prints | {packed.fingerprint()}) == 2
@@ -355,16 +357,17 @@ def test_no_token_is_left_out_and_no_block_has_two_documents(masked: bool):
 
 
 def test_padding_is_counted_and_much_of_it_is_a_warning(caplog: pytest.LogCaptureFixture):
-    twice = blocks_of_a_run([torch.arange(1, 7), torch.arange(11, 23)], 8, 6, one_document=True).summary()
+    blocks = blocks_of_a_run([torch.arange(1, 7), torch.arange(11, 23)], 8, 6, one_document=True)
+    twice = blocks.summary()
     assert (twice.num_blocks / 2, twice.num_trained, twice.num_padding) == (3, 48, 4)
     assert (twice.num_tokens, twice.num_pieces, twice.num_unused) == (18, 6, 0)
     with caplog.at_level(logging.INFO):
-        log_packing(twice, 8)
+        blocks.log_summary(**PLAIN)
     (line,) = [record for record in caplog.records if "padding" in record.message]
     assert line.levelno == logging.INFO
     assert "(8.3 %)" in line.message
     caplog.clear()
-    log_packing(blocks_of_a_run([torch.arange(1, 4)], 8, 1, one_document=True).summary(), 8)
+    blocks_of_a_run([torch.arange(1, 4)], 8, 1, one_document=True).log_summary(**PLAIN)
     (line,) = [record for record in caplog.records if "padding" in record.message]
     assert (line.levelno, "a smaller seq_len" in line.message) == (logging.WARNING, True)
 
