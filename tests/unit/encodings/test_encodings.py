@@ -370,7 +370,7 @@ def test_pairs_that_never_rotated_do_not_begin_to() -> None:
     assert moved.tolist() == [True] * 5 + [False] * 3 + [True] * 5 + [False] * 3
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which FlexAttention imports
 def test_masks_of_flexattention_are_refused_by_name() -> None:
     model = make_model("Llama")
     model.set_attn_implementation("flex_attention")
