@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+Output = tuple[torch.Tensor, torch.Tensor | None]
 # States of a key slot.
 REAL, PADDING, UNWRITTEN = 1, 0, -1
 PREFIX = "hf_posenc_"
@@ -31,6 +32,39 @@ def inner_attention(name: str, module: nn.Module) -> Callable[..., tuple[torch.T
     if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]  # a module's attribute
     return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]  # Transformers leaves it untyped
+
+
+class AttentionCall(NamedTuple):
+    """A layer's call of an attention function.
+
+    Attributes:
+        module: The attention layer.
+        query: As the model rotated them, ``(batch, heads, num_queries, head_dim)``.
+        key: The same, ``(batch, kv_heads, num_slots, head_dim)``.
+        value: ``(batch, kv_heads, num_slots, head_dim)``.
+        mask: Of Transformers' making.
+        kwargs: What else Transformers gave.
+        kind: What the layer's queries and keys need (``hf_posenc.attention.interface``).
+    """
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    kwargs: dict[str, Any]
+    kind: str = ""
+
+    def by(self, name: str) -> Output:
+        """Return the output ``(batch, num_queries, heads, head_dim)`` of an attention function, and its weights."""
+        return inner_attention(name, self.module)(
+            self.module, self.query, self.key, self.value, self.mask, **self.kwargs
+        )
+
+    def own_values(self) -> Output:
+        """Return each token's own value, as if it attended to itself alone."""
+        groups = self.query.shape[1] // self.value.shape[1]
+        return self.value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
 
 
 def slot_states(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from hf_posenc.attention.inner import PREFIX, inner_attention, inner_name, slot_states
+from hf_posenc.attention.inner import PREFIX, AttentionCall, Output, inner_name, slot_states
 from hf_posenc.attention.layout import Forward, text_positions
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
 
@@ -92,17 +92,8 @@ class PositionalAttention(abc.ABC, Generic[Seen]):
         return self.cache.layers[index] if self.cache is not None and index < len(self.cache.layers) else None
 
     @abc.abstractmethod
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as the rule says; arguments and result are those of Transformers' attention functions."""
+    def attend(self, call: AttentionCall) -> Output:
+        """Attend as the rule says; the result is that of Transformers' attention functions."""
 
 
 def split_mask(mask: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -135,8 +126,9 @@ def hf_posenc_attention(
             f"model.set_attn_implementation({inner!r}), and patch_model(model, ...) to extend this model too."
         )
     attention, kind = module.__dict__[_ATTENTION]
+    call = AttentionCall(module, query, key, value, attention_mask, kwargs, kind)
     if kind == CROSS:
-        return inner_attention(attention.inner, module)(module, query, key, value, attention_mask, **kwargs)
+        return call.by(attention.inner)
     if not is_causal(module, kwargs):
         raise InvalidRequestError(
             f"{type(module).__name__} attends to later tokens (is_causal is False), and the method that the model is "
@@ -150,7 +142,7 @@ def hf_posenc_attention(
                 "checkpointing and torch.compile cannot be used with this rule."
             )
         kwargs["position_ids"] = attention.positions
-    return attention.attend(module, query, key, value, attention_mask, kind, kwargs)  # type: ignore[no-any-return]  # __dict__ holds anything
+    return attention.attend(call)  # type: ignore[no-any-return]  # __dict__ holds anything
 
 
 def is_causal(module: nn.Module, kwargs: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from hf_posenc.attention.inner import inner_attention, piece_mask
+from hf_posenc.attention.inner import AttentionCall, Output, inner_attention, piece_mask
 from hf_posenc.attention.layout import StagedForward
 from hf_posenc.attention.rotation import Tables
 from hf_posenc.attention.spans import Extras
@@ -21,7 +21,6 @@ from hf_posenc.errors import InvalidRequestError, argument
 if TYPE_CHECKING:
     from hf_posenc.attention.rotating_attention import RotatingAttention
 
-Output = tuple[torch.Tensor, torch.Tensor | None]
 # Queries of one inner call that needs a mask, so that none is [length, length].
 QUERY_CHUNK = 512
 # Passed to attention functions as the layer where keys have as many heads as queries already.
@@ -32,52 +31,40 @@ _ALL = slice(None)
 class Pieces:
     """The calls of the inner attention that make one layer's attention."""
 
-    def __init__(
-        self,
-        attention: RotatingAttention,
-        forward: StagedForward,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        dense: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> None:
+    def __init__(self, attention: RotatingAttention, forward: StagedForward, call: AttentionCall) -> None:
         """Hold what they share.
 
         Args:
             attention: What the model attends by.
             forward: The positions of queries and keys.
-            module: The attention layer.
-            query: As the model rotated them, ``(batch, heads, num_queries, head_dim)``.
-            key: The same, ``(batch, kv_heads, num_slots, head_dim)``.
-            value: ``(batch, kv_heads, num_slots, head_dim)``.
-            dense: A mask ``(batch or 1, 1, num_queries, num_keys)``, for other patterns than causal ones.
-            kwargs: What else Transformers gave.
+            call: Of the layer; its mask is ``(batch or 1, 1, num_queries, num_keys)``, for other patterns than causal
+                ones, or None.
         """
-        self.attention, self.forward, self.module, self.dense, self.kwargs = attention, forward, module, dense, kwargs
-        self.query, self.key = query, key
-        self.value = value[:, :, : forward.layout.num_keys]
+        self.attention, self.forward, self.call = attention, forward, call
+        self.query, self.key = call.query, call.key
+        self.dense: torch.Tensor | None = call.mask
+        self.value = call.value[:, :, : forward.layout.num_keys]
 
     @property
     def scaling(self) -> float:
         """The factor of the logits."""
-        return float(self.kwargs.get("scaling") or self.query.shape[-1] ** -0.5)
+        return float(self.call.kwargs.get("scaling") or self.query.shape[-1] ** -0.5)
 
     @property
     def extras(self) -> Extras:
         """The further influences on the weights; sdpa has no cap, and Transformers 5.0 leaves it out there."""
         return Extras(
-            self.kwargs.get("softcap") if self.attention.inner != "sdpa" else None,
+            self.call.kwargs.get("softcap") if self.attention.inner != "sdpa" else None,
             self.dense,
-            self.kwargs.get("s_aux"),
-            float(self.kwargs.get("dropout") or 0.0),
+            self.call.kwargs.get("s_aux"),
+            float(self.call.kwargs.get("dropout") or 0.0),
         )
 
     @property
     def cache_layer(self) -> Any:
         """The layer of the KV cache; None without one, and of a cache that moves its layers off the device."""
-        return None if getattr(self.attention.cache, "offloading", False) else self.attention.cache_layer(self.module)
+        moves = getattr(self.attention.cache, "offloading", False)
+        return None if moves else self.attention.cache_layer(self.call.module)
 
     def tempered(
         self, query: torch.Tensor, positions: torch.Tensor, slots: slice, row: int | None = None
@@ -187,7 +174,7 @@ class Pieces:
             if output is not None:
                 return output, None
         step = QUERY_CHUNK if inner == "sdpa" and (offset or not is_plain) else num_queries
-        module = self.module
+        module = self.call.module
         if step < num_queries and keys.shape[1] < query.shape[1]:
             # sdpa repeats grouped keys itself where there is a mask, but for each chunk.
             groups = query.shape[1] // keys.shape[1]
@@ -258,9 +245,9 @@ class Pieces:
     ) -> Output:
         """Call the inner attention; ``module`` is given for a part of the queries."""
         # Positions of all queries say nothing of some: flash attention would take them for packed documents.
-        kwargs = self.kwargs if module is None else {**self.kwargs, "position_ids": None}
-        return inner_attention(self.attention.inner, self.module)(
-            module or self.module, query, key, value, mask, **kwargs
+        kwargs = self.call.kwargs if module is None else {**self.call.kwargs, "position_ids": None}
+        return inner_attention(self.attention.inner, self.call.module)(
+            module or self.call.module, query, key, value, mask, **kwargs
         )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import pad
 
-from hf_posenc.attention.pieces import Output, Pieces
+from hf_posenc.attention.inner import Output
+from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.spans import Spans, attend_to_spans
 from hf_posenc.attention.tiles import Tile, attend_in_tiles
 from hf_posenc.methods.base import Region, Regions

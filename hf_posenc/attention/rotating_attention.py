@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.footprint import KEPT_COSINES
-from hf_posenc.attention.inner import UNWRITTEN, inner_attention, piece_mask
+from hf_posenc.attention.inner import UNWRITTEN, AttentionCall, Output, piece_mask
 from hf_posenc.attention.interface import PASS, PositionalAttention, split_mask
 from hf_posenc.attention.layout import StagedForward, written_slots
 from hf_posenc.attention.pieces import Pieces
@@ -154,44 +153,25 @@ class RotatingAttention(PositionalAttention[StagedForward]):
 
     # ---- once per layer ----
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as the rule says; arguments and result are those of Transformers' attention functions."""
-        states, dense = split_mask(mask)
+    def attend(self, call: AttentionCall) -> Output:
+        """Attend as the rule says; the result is that of Transformers' attention functions."""
+        states, dense = split_mask(call.mask)
         if self.seen is not None:
-            self.seen.append((kind, query, key))
-            # The values alone: how one layer rotates must not be felt in the next.
-            return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
-        is_step = query.shape[2] == 1 and dense is None and not self.method.log_n
+            self.seen.append((call.kind, call.query, call.key))
+            return call.own_values()  # how one layer rotates must not be felt in the next
+        is_step = call.query.shape[2] == 1 and dense is None and not self.method.log_n
         if torch.compiler.is_compiling() and is_step and self.stages is not None:
-            return self._compiled_step(self.stages, module, query, key, value, states, kind, kwargs)
-        return self._attend(module, query, key, value, states, dense, kind, kwargs)  # type: ignore[no-any-return]  # the decorator leaves it untyped
+            return self._compiled_step(self.stages, call, states)
+        return self._attend(call, states, dense)  # type: ignore[no-any-return]  # the decorator leaves it untyped
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # which pieces there are depends on positions: one graph break a layer
-    def _attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        states: torch.Tensor | None,
-        dense: torch.Tensor | None,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if dense is not None and isinstance(self.cache_layer(module), StaticLayer):
+    def _attend(self, call: AttentionCall, states: torch.Tensor | None, dense: torch.Tensor | None) -> Output:
+        key, value = call.key, call.value
+        if dense is not None and isinstance(self.cache_layer(call.module), StaticLayer):
             key, value, dense = written_slots(key, value, dense)
-        forward = self.read(kwargs["position_ids"], key.shape[2], states)
-        pieces = Pieces(self, forward, module, query, key, value, dense, kwargs)
-        if kind == PASS:
+        forward = self.read(call.kwargs["position_ids"], key.shape[2], states)
+        pieces = Pieces(self, forward, call._replace(key=key, value=value, mask=dense))
+        if call.kind == PASS:
             return pieces.untouched()
         plain_until = self.method.plain_until(self.spec)
         if dense is not None and forward.layout.longest > plain_until and forward.looks_ahead(dense):
@@ -204,25 +184,16 @@ class RotatingAttention(PositionalAttention[StagedForward]):
             return attend_by_distance(pieces, self.distances)
         return pieces.by_stage() if forward.row_stages is None else pieces.whole(forward.row_stages)
 
-    def _compiled_step(
-        self,
-        rule: Stages,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        states: torch.Tensor | None,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _compiled_step(self, rule: Stages, call: AttentionCall, states: torch.Tensor | None) -> Output:
         """One token in tensor operations alone, nothing read back: no graph break, no recompilation per token."""
+        query, key = call.query, call.key
         num_slots, device = key.shape[2], key.device
         if states is None:
             states = torch.ones(1, num_slots, dtype=torch.int8, device=device)
-        if kind != PASS:
+        if call.kind != PASS:
             slots = torch.arange(num_slots, device=device)
             last = (states != UNWRITTEN).sum(-1, keepdim=True) - 1
-            position = kwargs["position_ids"][:, -1:]
+            position = call.kwargs["position_ids"][:, -1:]
             positions = position - last + slots
             first = (states > 0).to(torch.int64).argmax(-1, keepdim=True)
             row_position = position - positions.gather(1, first.expand(positions.shape[0], 1))
@@ -239,4 +210,4 @@ class RotatingAttention(PositionalAttention[StagedForward]):
             if self.inner == "sdpa"
             else piece_mask(self.inner, 1, num_slots, states > 0, query)
         )
-        return inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
+        return call._replace(query=query, key=key, mask=mask).by(self.inner)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import StaticLayer
 
-from hf_posenc.attention.inner import inner_attention, piece_mask
+from hf_posenc.attention.inner import AttentionCall, Output, piece_mask
 from hf_posenc.attention.interface import PASS, PositionalAttention, split_mask
 from hf_posenc.attention.layout import Forward, Layout, written_slots
 from hf_posenc.errors import InvalidRequestError
@@ -19,7 +19,6 @@ from hf_posenc.methods.encodings.modules import AddedToLogits, RotatesPairs
 QUERY_CHUNK = 512
 # Elements of the biases that the layers of one forward share; what goes beyond is made anew in each.
 _KEPT_BIASES = 2**25
-Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass
@@ -42,37 +41,29 @@ class EncodingAttention(PositionalAttention[BiasedForward]):
         return BiasedForward(position_ids, num_slots, states)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads positions: one graph break a layer
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> Output:
-        """Attend as the encoding says; arguments and result are those of Transformers' attention functions."""
-        states, dense = split_mask(mask)
-        if dense is not None and isinstance(self.cache_layer(module), StaticLayer):
+    def attend(self, call: AttentionCall) -> Output:
+        """Attend as the encoding says; the result is that of Transformers' attention functions."""
+        query, key, value = call.query, call.key, call.value
+        states, dense = split_mask(call.mask)
+        if dense is not None and isinstance(self.cache_layer(call.module), StaticLayer):
             key, value, dense = written_slots(key, value, dense)
         elif dense is not None and self.cache is None and key.shape[2] > query.shape[2] and not _seen(dense[..., -1]):
             raise InvalidRequestError(
                 "a compiled forward does not hand on its static cache, so the positions of its keys are not known "
                 "beside sliding windows or packed documents. Take a DynamicCache, or do not compile."
             )
-        forward = self.read(kwargs["position_ids"], key.shape[2], states)
+        forward = self.read(call.kwargs["position_ids"], key.shape[2], states)
         layout = forward.layout
         key, value = key[:, :, : layout.num_keys], value[:, :, : layout.num_keys]
-        if kind == PASS:
-            return self._call(module, query, key, value, self._mask(query, layout, dense), kwargs)
-        if self.callers is not None:
-            self.callers.add(module)
-        if isinstance(self.encoding, RotatesPairs):
+        if call.kind != PASS:
+            if self.callers is not None:
+                self.callers.add(call.module)
+            if not isinstance(self.encoding, RotatesPairs):
+                return self._biased(call._replace(key=key, value=value, mask=dense), forward)
             queries = layout.positions[:, layout.first_query :]
             query, key = self.encoding(query, key, queries.to(query.device), layout.positions.to(query.device))
-            return self._call(module, query, key, value, self._mask(query, layout, dense), kwargs)
-        return self._biased(module, query, key, value, forward, dense, kwargs)
+        mask = self._mask(query, layout, dense)
+        return call._replace(query=query, key=key, value=value, mask=mask).by(self.inner)
 
     def _mask(self, query: torch.Tensor, layout: Layout, dense: torch.Tensor | None) -> Any:
         """Return the inner implementation's mask of all queries."""
@@ -81,16 +72,8 @@ class EncodingAttention(PositionalAttention[BiasedForward]):
         real = None if layout.real is None else layout.real.to(query.device)
         return piece_mask(self.inner, query.shape[2], layout.num_keys, real, query)
 
-    def _biased(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        forward: BiasedForward,
-        dense: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> Output:
+    def _biased(self, call: AttentionCall, forward: BiasedForward) -> Output:
+        query, dense = call.query, call.mask
         if dense is not None and forward.looks_ahead(dense):
             raise InvalidRequestError(
                 "the attention mask lets tokens see later ones, as those of an image or of a prefix do, and the "
@@ -103,11 +86,12 @@ class EncodingAttention(PositionalAttention[BiasedForward]):
         for begin in range(0, total, step):
             end = min(begin + step, total)
             stop = layout.num_keys if step == total else first + end
-            part = query[:, :, begin:end]
             bias = self._bias(forward, first + begin, first + end, stop, query)
             seen = None if dense is None else dense[:, :, begin:end, :stop]
             logits = _masked(bias, seen if seen is not None else _causal(layout, first + begin, first + end, stop))
-            done.append(self._call(module, part, key[:, :, :stop], value[:, :, :stop], logits, kwargs))
+            key, value = call.key[:, :, :stop], call.value[:, :, :stop]
+            part = call._replace(query=query[:, :, begin:end], key=key, value=value, mask=logits)
+            done.append(part.by(self.inner))
         return (torch.cat([output for output, _ in done], dim=1), done[0][1] if len(done) == 1 else None)
 
     def _bias(self, forward: BiasedForward, begin: int, end: int, stop: int, like: torch.Tensor) -> torch.Tensor:
@@ -122,17 +106,6 @@ class EncodingAttention(PositionalAttention[BiasedForward]):
         if not bias.requires_grad and kept + bias.numel() <= _KEPT_BIASES:
             forward.biases[named] = bias
         return bias
-
-    def _call(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Any,
-        kwargs: dict[str, Any],
-    ) -> Output:
-        return inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
 
 
 def _seen(mask: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from hf_posenc.attention.inner import AttentionCall, Output
 from hf_posenc.attention.installation import layer_kind, text_layers
 from hf_posenc.attention.interface import attending_by, attention_of
 from hf_posenc.checkpoint.extended import peft_renamed_attribute
@@ -161,55 +162,41 @@ class LayerMatching:
         self._in_pieces = False  # whether the present step is on a text in pieces
         self._found: torch.Tensor
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Any,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, call: AttentionCall) -> Output:
         """Attend as the teacher does, or under the rule for some queries; then the layer's call ends here.
 
         Whole texts are read by the teacher, and pieces by the unextended model: positions are relative.
         """
         if self._rows is not None:
-            self._found = self._under_the_rule(module, query, key, value, kwargs, self._rows)
+            self._found = self._under_the_rule(call, self._rows)
             raise _Read
         own, many = OwnAttention(self.student.inner), self.num_texts
-        teacher = self._teachers[module] or own
-        output, weights = teacher.attend(module, query[:many], key[:many], value[:many], mask, kind, kwargs)
+        teacher = self._teachers[call.module] or own
+        output, weights = teacher.attend(_of_part(call, slice(many)))
         attended = []
-        for start in range(0, query.shape[2], self.piece):
+        for start in range(0, call.query.shape[2], self.piece):
             part = slice(many, None), slice(None), slice(start, start + self.piece)
-            attended.append(own.attend(module, query[part], key[part], value[part], None, kind, kwargs)[0])
+            attended.append(own.attend(_of_part(call, part)._replace(mask=None))[0])
         self._output, self._projection = torch.cat((output, torch.cat(attended, dim=1))), None
         return self._output, weights
 
-    def _under_the_rule(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kwargs: dict[str, Any],
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def _under_the_rule(self, call: AttentionCall, rows: torch.Tensor) -> torch.Tensor:
         """Return the outputs of some queries, ``(1, num_rows, heads, head_dim)``; in pieces each sees its own piece."""
+        query, key, kwargs = call.query, call.key, call.kwargs
         if not self._in_pieces:
             states = self.student.rotated(query[:, :, rows], rows, None, of_queries=True)
             keys = self.student.rotated(key, torch.arange(key.shape[2], device=key.device), None)
-            return self.student.call(module, states, keys, value, seen_keys(rows, key.shape[2], kwargs), kwargs)
+            seen = seen_keys(rows, key.shape[2], kwargs)
+            return self.student.call(call._replace(query=states, key=keys, mask=seen))
         found = []
         for start in range(0, len(rows), self.piece):  # of which the layer got no other tokens
             part = slice(start, start + self.piece)
             states = self.student.rotated(query[:, :, part], rows[part], None, of_queries=True)
             keys = self.student.rotated(key[:, :, part], rows[part], None)
             within = rows[part] - rows[start]
-            seen = seen_keys(within, self.piece, kwargs) if kwargs.get("sliding_window") else None  # all before
-            found.append(self.student.call(module, states, keys, value[:, :, part], seen, kwargs))
+            mask = seen_keys(within, self.piece, kwargs) if kwargs.get("sliding_window") else None  # all before
+            own = call._replace(query=states, key=keys, value=call.value[:, :, part], mask=mask)
+            found.append(self.student.call(own))
         return torch.cat(found, dim=1)
 
     def look_for_projection(self, linear: nn.Linear, args: tuple[Any, ...]) -> None:
@@ -313,6 +300,11 @@ class LayerMatching:
             pairs.append(tuple(states.flatten(1) @ weight.T for states in pairs[0]))  # type: ignore[arg-type]  # two
         errors = [(found - right).square().sum() / right.square().sum() for found, right in pairs]
         return torch.stack(errors).mean()
+
+
+def _of_part(call: AttentionCall, part: Any) -> AttentionCall:
+    """Return the call with some of its queries, keys and values."""
+    return call._replace(query=call.query[part], key=call.key[part], value=call.value[part])
 
 
 def _file_of(layer: Any, folder: Path) -> Path:

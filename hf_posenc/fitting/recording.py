@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 
-from hf_posenc.attention.inner import inner_attention, inner_name, piece_mask
+from hf_posenc.attention.inner import AttentionCall, Output, inner_name, piece_mask
 from hf_posenc.attention.installation import layer_kind, text_layers
 from hf_posenc.attention.interface import attending_by, attention_of
 from hf_posenc.evaluation.lm_head import decoder_body
@@ -101,20 +100,12 @@ class OwnAttention:
     def __init__(self, inner: str) -> None:
         self.inner = inner
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Any,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, call: AttentionCall) -> Output:
         """Attend causally; Transformers makes no causal masks for hf_posenc's implementations."""
-        if mask is None:
-            mask = piece_mask(self.inner, query.shape[2], key.shape[2], None, query)
-        return inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
+        if call.mask is None:
+            mask = piece_mask(self.inner, call.query.shape[2], call.key.shape[2], None, call.query)
+            call = call._replace(mask=mask)
+        return call.by(self.inner)
 
 
 class _Recorded:
@@ -125,24 +116,15 @@ class _Recorded:
         self.folder, self.query_positions = folder, query_positions
         self.positions = positions  # for layers that get none
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Any,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, call: AttentionCall) -> Output:
         """Attend, and write the layer's file."""
-        output, weights = self.attention.attend(module, query, key, value, mask, kind, kwargs)
-        index: Any = module.layer_idx
-        positions = self.query_positions.to(query.device)
+        output, weights = self.attention.attend(call)
+        index: Any = call.module.layer_idx
+        positions = self.query_positions.to(call.query.device)
         tensors = {
-            "keys": key[0],
-            "values": value[0],
-            "queries": query[0].index_select(1, positions),
+            "keys": call.key[0],
+            "values": call.value[0],
+            "queries": call.query[0].index_select(1, positions),
             "outputs": output[0].index_select(0, positions),
         }
         write_tensors(tensors, self.folder / _file(index))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_posenc.attention.inner import inner_attention, inner_name
+from hf_posenc.attention.inner import AttentionCall, Output, inner_name
 from hf_posenc.attention.installation import has_positions, layer_kind, text_layers
 from hf_posenc.attention.interface import FULL, PASS, attending_by
 from hf_posenc.attention.rotation import Rotation, Tables, angles_at
@@ -77,18 +77,10 @@ class RuleAttention:
         ids = torch.zeros(1, 2, dtype=torch.int64, device=rotary.device)
         decoder_body(rotary.model)(input_ids=ids, position_ids=positions, use_cache=False)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Any,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, call: AttentionCall) -> Output:
         """Attend to the recorded tokens and among those fed; as Transformers' attention functions."""
-        index: Any = module.layer_idx
+        query, key, value, kwargs, kind = call.query, call.key, call.value, call.kwargs, call.kind
+        index: Any = call.module.layer_idx
         self.kwargs[index] = {name: value for name, value in kwargs.items() if name != "position_ids"}
         count, start = query.shape[2], self.start
         positions = torch.arange(start, start + count, device=query.device)
@@ -106,7 +98,7 @@ class RuleAttention:
         seen = None
         if start or kwargs.get("sliding_window"):
             seen = seen_keys(positions, start + count, kwargs)
-        return self.call(module, query, key, value, seen, kwargs), None
+        return self.call(call._replace(query=query, key=key, value=value, mask=seen)), None
 
     def replay(self, module: nn.Module, recording: Recording, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's outputs under the rule, and the recorded ones, ``(num_rows, heads, head_dim)`` each.
@@ -127,7 +119,8 @@ class RuleAttention:
         slots = torch.arange(stop, device=device)
         key = self.rotated(keys[None].to(device), slots, recording)
         kwargs = self.kwargs[index]
-        output = self.call(module, query, key, values[None].to(device), seen_keys(positions, stop, kwargs), kwargs)
+        seen = seen_keys(positions, stop, kwargs)
+        output = self.call(AttentionCall(module, query, key, values[None].to(device), seen, kwargs))
         return output[0], outputs[rows].to(device)
 
     def rotated(
@@ -156,16 +149,9 @@ class RuleAttention:
             self._tables[key] = tables
         return self.rotation.rotate(states, tables)
 
-    def call(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        seen: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
+    def call(self, call: AttentionCall) -> torch.Tensor:
         """Attend with a mask ``(num_queries, num_keys)``; ``(batch, num_queries, heads, head_dim)``."""
+        query, key, value, seen, kwargs = call.query, call.key, call.value, call.mask, call.kwargs
         # Implementations other than sdpa know sinks and caps of the logits; here only the family's own function does.
         special = any(kwargs.get(name) is not None for name in ("s_aux", "softcap"))
         if self.inner == "eager" or (special and self.inner != "sdpa"):
@@ -173,7 +159,7 @@ class RuleAttention:
                 seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
             zero = torch.zeros((), dtype=query.dtype, device=query.device)
             added = torch.where(seen, zero, torch.finfo(query.dtype).min)[None, None]
-            return inner_attention("eager", module)(module, query, key, value, added, **kwargs)[0]
+            return call._replace(mask=added).by("eager")[0]
         batch, heads, count, dim = query.shape
         groups = heads // key.shape[1]
         if seen is None:
@@ -218,19 +204,10 @@ class _OwnValues:
         self.inner, self.positions = inner, positions
         self.calls: Counter[int] = Counter()
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Any,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        index: Any = module.layer_idx
+    def attend(self, call: AttentionCall) -> Output:
+        index: Any = call.module.layer_idx
         self.calls[index] += 1
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
+        return call.own_values()
 
 
 @torch.no_grad()
