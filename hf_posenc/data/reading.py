@@ -48,8 +48,8 @@ class DocumentStream:
         source: A text file (one document), a ``.jsonl``, ``.ndjson``, ``.json``, ``.csv`` or ``.tsv`` file (one
             document a row), any of them compressed as ``.xz`` or ``.gz``, a ``.parquet`` file, a folder (each ``.txt``
             or ``.md`` file one document, sorted by path; not the README beside a dataset's files), ``-`` for stdin (one
-            document), ``novel:persuasion`` for a novel of this package, or else what ``datasets.load_dataset`` takes: a name on
-            the Hub or a folder of parquet or jsonl files.
+            document), ``novel:persuasion`` for a novel of this package, or else what ``datasets.load_dataset`` takes: a
+            name on the Hub or a folder of parquet or jsonl files.
         text_field, template: Which columns of a row are read; see ``Columns``.
         split: The split of a dataset; ``test[:50]`` works too.
         config_name: The configuration of a dataset, for those that have several.
