@@ -41,8 +41,8 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
     """While open, tensors have a shape and no data, and the error for a family that needs its data names it.
 
     Raises:
-        ValueError: An operator has to see the data, or cannot do without a GPU or half precision, as some experts do;
-            or the family's own code takes no cache of the usual kind.
+        ValueError: An operator has to see the data, or cannot do without a GPU; or the family's own code takes no cache
+            of the usual kind.
     """
     try:
         # The mode's own logger prints the traceback of what is raised.
@@ -51,8 +51,7 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
     except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
         raise InvalidRequestError(
             f"model_type {config.model_type!r} cannot be run without data, so its memory is not predicted: "
-            f"{first_line(error)} "
-            "(If the model has experts, try bf16=True, --bf16: some experts run in half precision only.)"
+            f"{first_line(error)}"
         ) from error
 
 

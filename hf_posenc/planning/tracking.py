@@ -20,6 +20,8 @@ ACTIVATIONS, GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES = (
     "logits",
     "attention_matrices",
 )
+# Takes every floating dtype, and on fake tensors bfloat16 alone.
+_OF_EXPERTS = torch.ops.aten._grouped_mm.default
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
@@ -53,7 +55,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # two of three calls, by autograd; it makes nothing
             return args[0].fake_device
-        result = func(*args, **(kwargs or {}))
+        if func is _OF_EXPERTS and args[0].dtype != torch.bfloat16:
+            matrices = (matrix.to(torch.bfloat16) for matrix in args[:2])
+            result = func(*matrices, *args[2:], **(kwargs or {})).to(args[0].dtype)
+        else:
+            result = func(*args, **(kwargs or {}))
         casts_weight = "_to_copy" in str(func) and args[0].untyped_storage()._cdata in self.weights
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
