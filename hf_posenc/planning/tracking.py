@@ -20,8 +20,8 @@ ACTIVATIONS, GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES = (
     "logits",
     "attention_matrices",
 )
-# Takes every floating dtype, and on fake tensors bfloat16 alone.
-_OF_EXPERTS = torch.ops.aten._grouped_mm.default
+# Takes every floating dtype, and on fake tensors bfloat16 alone; not every PyTorch that we take has it.
+_OF_EXPERTS = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
