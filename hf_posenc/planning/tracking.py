@@ -21,7 +21,7 @@ ACTIVATIONS, GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES = (
     "attention_matrices",
 )
 # Takes every floating dtype, and on fake tensors bfloat16 alone; not every PyTorch that we take has it.
-_OF_EXPERTS = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+_OF_EXPERTS: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
