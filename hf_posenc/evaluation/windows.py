@@ -190,7 +190,8 @@ class Run:
     @property
     def least_tokens(self) -> int:
         """The tokens of a document of which the first that is scored can be predicted."""
-        return (self.last_k if self.last_k is not None else self.score_from or 1) + 1
+        first = 0 if self.bos == "each_window" else 1
+        return first + self.last_k if self.last_k is not None else (self.score_from or first) + 1
 
     def windows(self, num_tokens: int) -> list[Window]:
         """Return the windows of a document or stream of ``num_tokens`` tokens, and the tokens that each scores."""
@@ -283,12 +284,10 @@ def whole_lengths(context_lengths: Iterable[int]) -> list[int]:
             f"{context_lengths!r}."
         )
     lengths = list(context_lengths)
-    try:
-        return sorted({operator.index(length) for length in lengths})
-    except TypeError:
-        raise InvalidTypeError(
-            f"{argument('context_lengths')} must be whole numbers of tokens, got {lengths}."
-        ) from None
+    for length in lengths:
+        if not hasattr(length, "__index__"):
+            raise InvalidTypeError(f"{argument('context_lengths')} must be whole numbers of tokens, got {length!r}.")
+    return sorted({operator.index(length) for length in lengths})
 
 
 def default_stride(protocol: str, window: int) -> int:

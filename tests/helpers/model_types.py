@@ -25,7 +25,7 @@ from hf_posenc.families.family_data import (
     table_version,
 )
 from hf_posenc.families.refusals import Refusal
-from hf_posenc.families.sliding_window import window_of_all_layers
+from hf_posenc.families.sliding_window import can_change, window_of_all_layers
 from older_transformers import skip_if_left_out, why_left_out
 from tiny_models import token_ids
 
@@ -243,9 +243,10 @@ REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64, "on_scaled": 
 
 
 def patch_in_attention(model: PreTrainedModel, method: str, factor: float, **options: Any) -> PreTrainedModel:
-    """Patch; a window that every layer has, as the sizes above give many, is taken off."""
-    has_window = window_of_all_layers(model.config.get_text_config(decoder=True)) is not None
-    return patch_model(model, method, factor, **{"sliding_window": "off" if has_window else "keep", **options})
+    """Patch; a window that every layer has, as the sizes above give many, is taken off where that can be."""
+    config = model.config.get_text_config(decoder=True)
+    window = "off" if window_of_all_layers(config) is not None and can_change(config) else "keep"
+    return patch_model(model, method, factor, **{"sliding_window": window, **options})
 
 
 def error_refused(model_type: str) -> ValueError | None:

@@ -93,7 +93,7 @@ def test_from_the_estimate_to_the_commands_that_make_what_it_recommends(
 
 
 def test_a_dry_run_only_plans(book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ("ntk", "dca", "longrope", "--dry-run", "--tasks", "passkey", "vt")
+    more = ("ntk", "dca", "longrope", "--dry-run", "--tasks", "passkey", "niah_single_1")
     out = run(capsys, *the_comparison(book, *more, "--output", tmp_path / "r.jsonl"))
     assert "256 -> 512 tokens (x2), without training" in out
     assert "retrieval: 20 prompts a row, at 256, 512" in out  # two tasks, five depths

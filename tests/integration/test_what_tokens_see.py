@@ -212,7 +212,7 @@ def test_the_check_of_patch_model_reaches_past_the_border_in_every_layer(
     attend = pieces.Pieces._in_chunks
 
     def with_a_key_less(self: Any, query: Any, keys: Any, value: Any, real: Any, dense: Any) -> Any:
-        cut = int(self.module.layer_idx == layer and keys.shape[2] > query.shape[2])
+        cut = int(self.call.module.layer_idx == layer and keys.shape[2] > query.shape[2])
         return attend(self, query, keys[:, :, cut:], value[:, :, cut:], real, dense)
 
     patch_model(model, "dynamic_yarn", 4)
