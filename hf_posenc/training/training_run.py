@@ -59,6 +59,7 @@ from hf_posenc.training.train_log import LossLog
 from hf_posenc.training.trainer import meet_processes, train, training_arguments
 from hf_posenc.training.weights import trained_alone
 from hf_posenc.utils.processes import from_main
+from hf_posenc.utils.warning import warn_user
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,13 @@ def finetune(
         RuntimeError: Packed documents would see each other (see ``probe_isolation``).
     """
     source = {**source_settings(documents), **(source or {})}
-    plan = plan_run(config, ModelFacts.of(RotaryModel(model)), Launch.from_environment(), source)
+    facts = ModelFacts.of(RotaryModel(model))
+    if facts.device == "cpu" and torch.cuda.is_available() and not config.use_cpu:
+        warn_user(
+            "the model is on the CPU, so it is trained there, and this machine has a GPU. Call model.to('cuda') first, "
+            "or set use_cpu=True."
+        )
+    plan = plan_run(config, facts, Launch.from_environment(), source)
     meet_processes(plan.stages[0].trainer)
     run = Run(
         plan,

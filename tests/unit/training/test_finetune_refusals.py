@@ -96,3 +96,12 @@ def test_a_tokenizer_of_another_model(tmp_path: Path, tiny_llama: Build, tokeniz
 
 def test_a_count_of_tokens_that_cannot_be(tmp_path: Path, tiny_llama: Build):
     refused(tiny_llama(), tmp_path / "run", "tokens_trained must be a whole number >= 0, got -1", tokens_trained=-1)
+
+
+def test_a_model_that_was_left_on_the_cpu_is_pointed_out(
+    tmp_path: Path, tiny_llama: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.warns(UserWarning, match=r"trained there.*model\.to\('cuda'\)"):
+        refused(tiny_llama(), tmp_path, "output_dir|token_budget", token_budget=1)
+    refused(tiny_llama(), tmp_path, "token_budget", token_budget=1, use_cpu=True)  # without a warning
