@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument, did_you_mean
 from hf_posenc.evaluation.protocols import PROTOCOLS, Average
 from hf_posenc.evaluation.windows import Run, plan_runs
+from hf_posenc.settings import check_settings, flag, setting, tokens, whole, word
 from hf_posenc.utils.units import ContextLength
 
 if TYPE_CHECKING:
@@ -37,49 +38,42 @@ class EvalConfig:
             "metavar": "PROTOCOL",
         },
     )
-    stride: int | None = field(
-        default=None,
-        metadata={
-            "help": "tokens by which a sliding window advances; default: the published number, half the length for "
-            "same_tokens, else 256, or half of a shorter window"
-        },
+    stride: int | None = setting(
+        None,
+        whole(0),
+        "tokens by which a sliding window advances; default: the published number, half the length for same_tokens, "
+        "else 256, or half of a shorter window",
     )
-    last_k: int | None = field(
-        default=None,
-        metadata={"help": "number of last tokens that last_k (default: 256) and rerope (default: 4096) score"},
+    last_k: int | None = setting(
+        None, whole(0), "number of last tokens that last_k (default: 256) and rerope (default: 4096) score"
     )
-    max_tokens: ContextLength | None = field(
-        default=None,
-        metadata={"help": "tokens of each document that windows go over; default: to its end"},
+    max_tokens: ContextLength | None = setting(
+        None, tokens(ContextLength), "tokens of each document that windows go over; default: to its end"
     )
-    min_tokens: ContextLength | None = field(
-        default=None, metadata={"help": "skip documents with fewer tokens; default: the longest length"}
+    min_tokens: ContextLength | None = setting(
+        None, tokens(ContextLength), "skip documents with fewer tokens; default: the longest length"
     )
-    average: Literal["tokens", "windows"] | None = field(
-        default=None,
-        metadata={"help": "tokens or windows: mean of window means, as in some papers; default: the protocol's own"},
+    average: Literal["tokens", "windows"] | None = setting(
+        None,
+        word("tokens", "windows"),
+        "tokens or windows: mean of window means, as in some papers; default: the protocol's own",
     )
-    bos: Literal["prepended"] | None = field(
-        default=None, metadata={"help": "prepended: put a BOS token before every document"}
+    bos: Literal["prepended"] | None = setting(
+        None, word("prepended"), "prepended: put a BOS token before every document"
     )
-    prefill_chunk: ContextLength | None = field(
-        default=None,
-        metadata={
-            "help": "feed this many tokens at a time with a KV cache: the same results; the log shows the memory"
-        },
+    prefill_chunk: ContextLength | None = setting(
+        None,
+        tokens(ContextLength),
+        "feed this many tokens at a time with a KV cache: the same results; the log shows the memory",
     )
-    logits_chunk: int | None = field(
-        default=None,
-        metadata={"help": "positions whose logits are in memory at one time; default: what fits into 64 MiB"},
+    logits_chunk: int | None = setting(
+        None, whole(1), "positions whose logits are in memory at one time; default: what fits into 64 MiB"
     )
-    batch_size: int | None = field(
-        default=None,
-        metadata={"help": "sliding windows in one forward pass; default: chosen by their length, 1 for long ones"},
+    batch_size: int | None = setting(
+        None, whole(1), "sliding windows in one forward pass; default: chosen by their length, 1 for long ones"
     )
-    max_documents: int | None = field(
-        default=None, metadata={"help": "measure at most this many documents, evenly spread"}
-    )
-    cut: bool = field(default=False, metadata={"help": "cut long documents into pieces of the longest length"})
+    max_documents: int | None = setting(None, whole(1), "measure at most this many documents, evenly spread")
+    cut: bool = setting(False, flag, "cut long documents into pieces of the longest length")
 
     @classmethod
     def of(
@@ -113,10 +107,9 @@ class EvalConfig:
             TypeError: ``context_lengths`` is not a list of whole numbers.
             ValueError: A setting is out of its range, or has no meaning for a protocol.
         """
+        check_settings(self)
         average: Average | None = self.average
         runs = plan_runs(self.protocol, self.context_lengths, self.stride, self.last_k, average)
-        for name in ("prefill_chunk", "logits_chunk", "batch_size", "max_tokens", "min_tokens", "max_documents"):
-            check_at_least_one(name, getattr(self, name))
         self._check_used(runs)
         self._check_documents(runs)
         if self.bos is not None and (own := [run.protocol for run in runs if run.rule.bos is not None]):
@@ -194,21 +187,6 @@ class OutputConfig:
         metadata={"help": "name of the model in results, where only rows of one name are compared; default: MODEL"},
     )
     hide_progress: bool = field(default=False, metadata={"help": "show no progress bar"})
-
-
-def check_at_least_one(name: str, value: int | None) -> None:
-    """Raise unless a number, where one is given, is at least 1.
-
-    Raises:
-        TypeError: It is no whole number.
-        ValueError: It is less.
-    """
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidTypeError(f"{argument(name)} must be a whole number, got {value!r}.")
-    if value < 1:
-        raise InvalidRequestError(f"{argument(name)} must be at least 1, got {value}.")
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,6 @@ def settle_bos(
     of_model = getattr(text_config, "bos_token_id", None)
     own_id = of_model if tokenizer is None else tokenizer.bos_token_id
     bos_id = of_model if own_id is None and bos else own_id
-    if bos not in (None, "prepended"):
-        raise InvalidRequestError(f"bos must be None or 'prepended', got {bos!r}.")
     if bos and bos_id is None:
         raise InvalidRequestError("bos='prepended', but neither the tokenizer nor the model's config has a BOS token.")
     settled = []

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation.config import EvalConfig, KeyTokens, check_at_least_one, check_short_context
+from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.evaluation.config import EvalConfig, KeyTokens, check_short_context
 from hf_posenc.evaluation.documents import (
     Document,
     choose_texts,
@@ -40,6 +40,7 @@ from hf_posenc.evaluation.protocols import ProtocolName
 from hf_posenc.evaluation.records import Record, check_output
 from hf_posenc.evaluation.windows import Pass, Run, plan_passes
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.settings import optional, whole
 from hf_posenc.utils.dtypes import slow_dtype_advice
 from hf_posenc.utils.processes import Processes
 
@@ -122,7 +123,7 @@ def perplexity(
     """
     path = None if output is None else check_output(output)
     config = EvalConfig.of(context_lengths, protocol, **settings)
-    check_at_least_one("position_bucket", position_bucket)
+    position_bucket = optional(whole(1))(argument("position_bucket"), position_bucket)
     rotary = RotaryModel(model)
     model, text_config = rotary.model, rotary.text_config
     runs, bos_id = settle_bos(config.runs(), text_config, tokenizer, config.bos)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.evaluation.config import check_at_least_one
+from hf_posenc.errors import argument
 from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
 from hf_posenc.evaluation.lm_head import check_head
 from hf_posenc.evaluation.losses import Advance, evaluation_mode, length_dependent_rope_types, refuse_chunks
@@ -28,9 +28,11 @@ from hf_posenc.retrieving.prompts import Chat, Prompt, PromptMaker
 from hf_posenc.retrieving.scoring import Asked, Reply, replies
 from hf_posenc.retrieving.tasks import expand_groups, get_task
 from hf_posenc.retrieving.tasks.base import num_written
+from hf_posenc.settings import optional, tokens
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.dtypes import slow_dtype_advice
 from hf_posenc.utils.processes import Processes
+from hf_posenc.utils.units import ContextLength
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ def retrieval(
     model = RotaryModel(model).model
     tasks = expand_groups(tasks)
     lengths = check_retrieval(tasks, context_lengths, depths, samples, questions)
-    check_at_least_one("prefill_chunk", prefill_chunk)
+    prefill_chunk = optional(tokens(ContextLength))(argument("prefill_chunk"), prefill_chunk)
     refuse_chunks(length_dependent_rope_types(model), prefill_chunk)
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), chat)
     # Each is made when it is needed: many long prompts would fill the memory.

@@ -86,7 +86,7 @@ def test_arguments_are_named_as_flags_in_a_command(given: tuple[Any, ...], in_py
             "--sliding-window must be 'keep', 'off' or a number",
         ),
         (["eval", "m", "--context-lengths", "1"], "--context-lengths must be one or more numbers of tokens, each"),
-        (["eval", "m", "--context-lengths", "64", "--min-tokens", "0"], "--min-tokens must be at least 1, got 0."),
+        (["eval", "m", "--context-lengths", "64", "--min-tokens", "0"], "--min-tokens must be at least 1 token"),
     ],
 )
 def test_mistakes_name_flags(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

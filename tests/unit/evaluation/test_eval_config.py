@@ -64,8 +64,8 @@ def test_runs_checks_what_needs_no_model() -> None:
         *[("sliding_window", length, 256) for length in LENGTHS],
     ]
     for changes, message in (
-        ({"logits_chunk": 0}, "logits_chunk must be at least 1, got 0"),
-        ({"max_documents": 0}, "max_documents must be at least 1, got 0"),
+        ({"logits_chunk": 0}, "logits_chunk must be a whole number >= 1, got 0"),
+        ({"max_documents": 0}, "max_documents must be a whole number >= 1, got 0"),
         (
             {"protocol": ["pi"], "max_tokens": 600},
             r"max_tokens \(600\) must not be less than the longest context length \(2048\)",
@@ -94,8 +94,15 @@ def test_documents_with_nothing_to_score_are_not_asked_for(settings: dict[str, A
 
 def test_values_of_another_type_are_refused_by_name(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     model, texts = tiny_llama(), [torch.arange(1, 100)]
-    with pytest.raises(InvalidTypeError, match="max_tokens must be a whole number, got '4k'"):
-        perplexity(model, texts, [512], protocol="pi", max_tokens="4k")
+    with pytest.raises(InvalidRequestError, match=r"max_tokens: expected a number of tokens .*, got 'far'"):
+        perplexity(model, texts, [512], protocol="pi", max_tokens="far")
+    with pytest.raises(InvalidRequestError, match="last_k must be a whole number >= 0, got '16'"):
+        perplexity(model, texts, [32], protocol="last_k", last_k="16")
+    by_word, by_number = (
+        perplexity(model, texts, [512], "sliding_window", stride=16, max_tokens=most, min_tokens=50, progress=False)
+        for most in ("1k", 1024)
+    )
+    assert by_word[0].nll_sum == by_number[0].nll_sum
     for lengths in (4096, ["4k"]):
         with pytest.raises(InvalidTypeError, match="context_lengths must be"):
             retrieval(model, None, ["passkey"], lengths)  # type: ignore[arg-type]  # the mistake

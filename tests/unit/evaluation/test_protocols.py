@@ -336,13 +336,13 @@ def test_a_document_is_read_as_far_as_the_protocol_says(tiny_llama: Make, protoc
         ("yarn", {"min_tokens": 10}, r"min_tokens \(10\) is less than the longest context length \(20\)"),
         (["sliding_window", "truncated"], {"min_tokens": 10}, r"\(20\), all of which protocol 'truncated' reads"),
         ("rerope", {"last_k": 20}, "less than the shortest context length, got 20 and 20"),
-        ("sliding_window", {"min_tokens": 0}, "min_tokens must be at least 1, got 0"),
+        ("sliding_window", {"min_tokens": 0}, "min_tokens must be at least 1 token, got 0"),
         (
             "sliding_window",
             {"min_tokens": 30, "cut": True},
             "cut makes pieces of one length, so min_tokens has no meaning",
         ),
-        ("longlora", {"stride": 4, "max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ("longlora", {"stride": 4, "max_tokens": 0}, "max_tokens must be at least 1 token, got 0"),
         ("ppl", {}, "unknown protocol 'ppl'. Did you mean 'longppl'"),
     ],
 )
