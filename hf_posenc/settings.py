@@ -89,10 +89,10 @@ def whole(least: int) -> Check:
     """Return the check of a whole number of at least ``least``; a float that is whole becomes an int."""
 
     def check(name: str, value: Any) -> int:
-        number = int(value) if isinstance(value, float) and value.is_integer() else value
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        is_whole = isinstance(value, float) and value.is_integer()  # integers of NumPy have an index, as ints do
+        if isinstance(value, bool) or not (is_whole or hasattr(value, "__index__")) or value < least:
             raise InvalidRequestError(f"{name} must be a whole number >= {least}, got {value!r}.")
-        return number
+        return int(value)
 
     return check
 

@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.footprint import KEPT_COSINES
-from hf_posenc.attention.inner import UNWRITTEN, AttentionCall, Output, piece_mask
+from hf_posenc.attention.inner import UNWRITTEN, AttentionCall, Output, inner_attention, piece_mask
 from hf_posenc.attention.interface import PASS, PositionalAttention, split_mask
 from hf_posenc.attention.layout import StagedForward, written_slots
 from hf_posenc.attention.pieces import Pieces
@@ -210,4 +210,5 @@ class RotatingAttention(PositionalAttention[StagedForward]):
             if self.inner == "sdpa"
             else piece_mask(self.inner, 1, num_slots, states > 0, query)
         )
-        return call._replace(query=query, key=key, mask=mask).by(self.inner)
+        module = call.module  # torch.compile of PyTorch 2.7 knows no _replace
+        return inner_attention(self.inner, module)(module, query, key, call.value, mask, **call.kwargs)

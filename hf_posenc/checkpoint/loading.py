@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -251,7 +252,7 @@ def check_path(path: Path, given: str) -> None:
             )
     elif is_path(given):
         raise MissingFileError(f"there is no {'file' if path.suffix else 'file or folder'} {given!r}.")
-    else:
+    elif not constants.HF_HUB_OFFLINE:
         check_may_read(given, {})
 
 

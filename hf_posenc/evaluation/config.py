@@ -161,11 +161,6 @@ class EvalConfig:
                     f"({longest}), all of which protocol {run.protocol!r} reads of every document. Leave "
                     f"{argument('min_tokens')} out."
                 )
-            if run.rule.shape != "stream" and self.min_tokens is not None and self.min_tokens < run.least_tokens:
-                raise InvalidRequestError(
-                    f"{argument('min_tokens')} ({self.min_tokens}) is less than the {run.least_tokens} tokens that "
-                    f"protocol {run.protocol!r} needs of a document at least. Raise it, or leave it out."
-                )
         moving = {run.context_length for run in runs if run.rule.moves}
         if self.cut and self.max_tokens is None and moving == {longest}:
             raise InvalidRequestError(

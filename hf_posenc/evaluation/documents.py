@@ -116,7 +116,7 @@ def settle_bos(
         The runs, and the id of the token, None where no run has it.
 
     Raises:
-        ValueError: There is no BOS token where one is needed, or the request is none that is known.
+        ValueError: There is no BOS token where one is needed.
     """
     of_model = getattr(text_config, "bos_token_id", None)
     own_id = of_model if tokenizer is None else tokenizer.bos_token_id
@@ -138,7 +138,7 @@ def settle_bos(
 
 
 def texts_of(
-    run: Run, ids: Sequence[torch.Tensor], longest: int, bos_id: int | None, config: EvalConfig
+    run: Run, ids: Sequence[torch.Tensor], longest: int, least: int, bos_id: int | None, config: EvalConfig
 ) -> list[torch.Tensor]:
     """Return the token ids int64 ``(num_tokens,)`` of each text a run measures.
 
@@ -148,6 +148,7 @@ def texts_of(
         run: The protocol, with its BOS settled.
         ids: Token ids of each document.
         longest: The longest context length of all runs.
+        least: Tokens that a text must have for any of them to be scored.
         bos_id: Token id of BOS, if there is any.
         config: What is taken of the documents, checked by its ``runs``.
 
@@ -163,6 +164,7 @@ def texts_of(
     spare = int(rule.shape == "end") - int(run.bos != "none")
     kept = (limit or longest) + spare
     needed = kept if config.cut else (config.min_tokens or longest) + spare
+    needed = max(needed, least - len(start))
     long_enough = [row for row in ids if len(row) >= needed]
     _tell_left_out(ids, len(long_enough), needed)
     if config.cut:
@@ -193,7 +195,8 @@ def choose_texts(
     for run in runs:
         reads = (run.rule.shape, run.bos)
         if reads not in chosen:
-            chosen[reads] = texts_of(run, ids, longest, bos_id, config)
+            least = max(one.least_tokens for one in runs if (one.rule.shape, one.bos) == reads)
+            chosen[reads] = texts_of(run, ids, longest, least, bos_id, config)
         texts[run] = chosen[reads]
     return texts
 

@@ -189,9 +189,8 @@ class Run:
 
     @property
     def least_tokens(self) -> int:
-        """The tokens of a document of which the first that is scored can be predicted."""
-        first = 0 if self.bos == "each_window" else 1
-        return first + self.last_k if self.last_k is not None else (self.score_from or first) + 1
+        """The tokens of a document, a prepended BOS included, of which at least one is scored."""
+        return max(2, 1 + (self.last_k or self.score_from or 0))
 
     def windows(self, num_tokens: int) -> list[Window]:
         """Return the windows of a document or stream of ``num_tokens`` tokens, and the tokens that each scores."""

@@ -156,6 +156,7 @@ class LayerMatching:
         self.began = time.perf_counter()
         self.positions: torch.Tensor | None = None
         self._teachers = {layer: attention_of(layer) for layer in text_layers(rotary)}
+        self._number = len(extended_layers(rotary))  # of the layers that are fitted
         self._output: torch.Tensor | None = None  # of the teacher's attention, (batch, length, heads, head_dim)
         self._projection: nn.Linear | None = None  # W_o, where it gets that output as it is
         self._rows: torch.Tensor | None = None  # the queries of the present step; None while the teacher reads
@@ -230,7 +231,7 @@ class LayerMatching:
                 return float(error.detach())
 
             self.student.begin(None, 0, 0)
-            steps = self.decide(lambda: self._cost(gradients, len(wanted)))
+            steps = self.decide(lambda: self._cost(module, gradients, len(wanted)))
             generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
             schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
             errors = []
@@ -245,15 +246,17 @@ class LayerMatching:
         write_tensors({**weights, "errors": torch.tensor(found, dtype=torch.float64)}, file)
         return_free_memory()
 
-    def _cost(self, gradients: Callable[[int, torch.Generator], float], rows: int) -> Seconds:
-        """Return the seconds of all layers after the first: of the teacher, and of a step in each."""
-        layers, of_teacher = len(self._teachers), time.perf_counter() - self.began
+    def _cost(self, first: nn.Module, gradients: Callable[[int, torch.Generator], float], rows: int) -> Seconds:
+        """Return the seconds of the teacher in the layers after the first fitted one, and of a step in each fitted."""
+        layers = list(self._teachers)
+        read = layers.index(first) + 1
+        of_teacher = (time.perf_counter() - self.began) / read * (len(layers) - read)
         generator = torch.Generator()
         for _ in range(2):  # the first time warms up
             began = time.perf_counter()
             for row in range(rows):
                 gradients(row, generator)
-        return of_teacher * (layers - 1), (time.perf_counter() - began) / rows * layers
+        return of_teacher, (time.perf_counter() - began) / rows * self._number
 
     def _draw(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Return positions of queries, rising, and of the tokens that the layer gets for them.
@@ -424,7 +427,8 @@ def adapt(
     decide: Decide = partial(
         budget.steps, config.steps, folder / "steps.json", share=share * _SHARE_OF_LAYERS, of=" in each layer"
     )
-    decide_short = partial(budget.steps, config.short_steps, folder / "short_steps.json", share=share, fewest=0)
+    kept = folder / f"short_steps-{config.short_steps}.json"
+    decide_short = partial(budget.steps, config.short_steps, kept, share=share, fewest=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         wrapped = _wrapped(rotary.model, config.rank, modules)

@@ -54,7 +54,7 @@ class Budget:
 
         Args:
             wanted: The number in the settings.
-            file: Where the number is kept, so that a stopped fit goes on with the same one.
+            file: Where the number is kept, of fits that want as many, so that a stopped one goes on with it.
             cost: Measures what is needed; called only where there is a limit and no number is kept.
             share: Of the time that is left, for these steps.
             fewest: Steps with which it makes sense, if not fewer are wanted.
@@ -63,7 +63,7 @@ class Budget:
         Raises:
             ValueError: There is no time for the fewest.
         """
-        if self.seconds is None:
+        if self.seconds is None or not wanted:
             return wanted
         known = read_json(file) if file.is_file() else {}
         if known.get("budget") == self.seconds:
@@ -78,7 +78,7 @@ class Budget:
                 advice += f", or {argument('held_out')} 0"
             raise InvalidRequestError(
                 f"a budget of {duration_name(self.seconds)} is too short: {work} need {duration_name(needed)} in all. "
-                f"Give more, or {advice}. What was computed is kept if there is a folder for it."
+                f"Give more, or {advice}. The recordings of the teacher are kept if there is a folder for them."
             )
         write_whole(file, json.dumps({"steps": steps, "budget": self.seconds}))
         return steps

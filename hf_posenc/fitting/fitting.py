@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -293,7 +293,7 @@ def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], Adapter | None, list[S
     Arguments as for ``_fit_rule``.
     """
     options, steps, facts = _fit_rule(run, seed)
-    adapter = None if run.config.adapt_options is None else _adapted(run, options, facts, seed)
+    adapter = None if run.config.adapt_options is None else _adapted(run, options, facts, seed, steps)
     return options, adapter, steps, facts
 
 
@@ -359,9 +359,12 @@ def _fit_rule(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[
     return run.options(list(divisors), attention_factor), descent.history, facts
 
 
-def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any], seed: int) -> Adapter:
+def _adapted(
+    run: FitRun, options: Mapping[str, Any], facts: dict[str, Any], seed: int, steps: Sequence[Step]
+) -> Adapter:
     """Return the low-rank changes by which the model attends under the rule as its teacher; they are added to facts."""
-    config = run.config
+    config, to_come = run.config, run.config.seeds - (seed - run.config.seed) - 1
+    of_rules = to_come * sum(step.seconds for step in steps)  # of the seeds to come
     settings = AdaptConfig.of(config.adapt_options or {})
     row = config.teacher_request()
     rule = _parameters(run, make_method("fitted", run.factor, options).frequencies(run.spec)).requires_grad_(False)
@@ -376,8 +379,8 @@ def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any], see
         seed=seed,
         folder=run.folder,
         identity=hash_json([facts, options, row]),
-        budget=run.budget,
-        share=1 / (config.seeds - (seed - config.seed)),
+        budget=replace(run.budget, measuring=run.budget.measuring + of_rules),
+        share=1 / (1 + to_come),
         show_progress=not config.hide_progress,
     )
     facts["adapted"] = {"modules": list(adapter.modules), **vars(adapter.settings)}

@@ -135,14 +135,7 @@ def patch_model(
     tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
         raise InvalidTypeError(f"tokenizer must be a tokenizer or a processor, got {type(tokenizer).__name__}.")
-    if rotary.record is not None:
-        current = rotary.extension.describe()
-        raise AlreadyExtendedError(
-            f"model is already patched ({current['method']}, factor {current['factor']:g}). "
-            "Call unpatch_model(model) first; factors do not multiply.",
-            current["method"],
-            current["factor"],
-        )
+    _refuse_patched(rotary)
     request = ExtensionRequest.of(
         method=method,
         factor=factor,
@@ -156,6 +149,17 @@ def patch_model(
     )
     install_extension(rotary, resolve(rotary.text_config, request), tokenizer)
     return model
+
+
+def _refuse_patched(rotary: RotaryModel) -> None:
+    if rotary.record is not None:
+        current = rotary.extension.describe()
+        raise AlreadyExtendedError(
+            f"model is already patched ({current['method']}, factor {current['factor']:g}). "
+            "Call unpatch_model(model) first; factors do not multiply.",
+            current["method"],
+            current["factor"],
+        )
 
 
 def install_extension(
@@ -314,6 +318,7 @@ def unpatched(model: ModelT) -> Iterator[ModelT]:
         tokenizer = None if record.tokenizer is None else record.tokenizer[0]
         with warnings.catch_warnings(), quiet(__name__):  # all was said when it was patched first
             warnings.simplefilter("ignore")
+            _refuse_patched(rotary)
             install_extension(rotary, record.extension, tokenizer)
         for config, mark in zip(rotary.text_configs, marks, strict=True):
             setattr(config, MARK, mark)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,13 +74,8 @@ def read_texts(
     if holds_out:
         train, held = hold_out(train, max(data.eval_lengths))
     elif eval_documents is not None and measures:
-        long, wanted = max(data.eval_lengths), data.eval_documents
-        held = read_tokens(
-            ExampleTokenizer(tokenizer),
-            eval_documents,
-            lambda read: sum(len(one) >= long for one in read) >= wanted,
-            "there are enough texts to measure on",
-        )
+        enough = "there are enough texts to measure on"
+        held = read_tokens(ExampleTokenizer(tokenizer), eval_documents, _can_be_measured(data), enough)
     held_out = [ids_of(document) for document in held]
     check_ids([ids_of(document) for document in train], vocab_size)
     check_ids(held_out, vocab_size, "held-out document")
@@ -214,6 +210,17 @@ def _fills(data: DataPlan, *, holds_out: bool) -> Callable[[Sequence[Tokens]], b
         times = data.length_upsampling if len(read[-1]) > data.original_length else 1
         tokens.append(tokens[-1] + len(read[-1]) * times)
         return tokens[len(read) - (num_held_out(len(read)) if holds_out else 0)] >= data.token_budget
+
+    return is_enough
+
+
+def _can_be_measured(data: DataPlan) -> Callable[[Sequence[Tokens]], bool]:
+    """Return what says whether as many documents as are measured reach the longest length."""
+    lengths = itertools.count(1)
+    longest = max(data.eval_lengths)
+
+    def is_enough(read: Sequence[Tokens]) -> bool:
+        return len(read[-1]) >= longest and next(lengths) >= data.eval_documents
 
     return is_enough
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object  # type: ignore[import-untyped]  # accelerate ships no types
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, Dataset
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -162,7 +162,7 @@ class LongTrainer(Trainer):
     Private methods of Trainer are overridden where it has no public ones: ``_get_output_dir`` and ``_save_checkpoint``
     write aside and move into place; ``_save`` keeps tied weights of a gathered model from being written twice;
     ``_save_optimizer_and_scheduler``, ``_load_from_checkpoint`` and ``_load_optimizer_and_scheduler`` are those files
-    of FSDP2.
+    of FSDP2; ``_prepare_input`` rounds nothing.
 
     Attributes:
         logs_tokens_in_loss: With the loss of a step, log how many tokens it is the mean of.
@@ -187,9 +187,20 @@ class LongTrainer(Trainer):
             # accelerate's own policy also sums gradients in bfloat16 and rounds the loss to it
             plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        """Return the blocks in their order; Trainer's own sampler would shuffle them."""
-        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]  # it has a length
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the blocks in their order, in batches of this run; Trainer's are shuffled, or as the checkpoint's."""
+        args, dataset = self.args, cast("Dataset[Any]", self.train_dataset)
+        names = (
+            "num_workers",
+            "pin_memory",
+            "persistent_workers",
+            "prefetch_factor",
+            "multiprocessing_context",
+            "in_order",
+        )
+        options = {name: getattr(args, f"dataloader_{name}") for name in names if hasattr(args, f"dataloader_{name}")}
+        loader = DataLoader(dataset, batch_size=args.train_batch_size, collate_fn=self.data_collator, **options)
+        return cast("DataLoader[Any]", self.accelerator.prepare(loader))
 
     def _prepare_input(self, data: Any) -> Any:
         """Move a tensor to the device; Trainer's own would round log-probabilities to bfloat16 under DeepSpeed."""

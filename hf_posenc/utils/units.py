@@ -18,7 +18,7 @@ def _parse(text: str, kilo: int, example: str) -> int:
     if match is None:
         raise InvalidRequestError(f"expected a number of tokens such as {example}, got {text!r}")
     value = Decimal(match[1].replace("_", "")) * {"": 1, "k": kilo, "m": kilo**2}[match[2].lower()]  # 4.1M is whole
-    if value % 1:
+    if value != int(value):
         raise InvalidRequestError(f"expected a whole number of tokens, got {text!r}")
     return int(value)
 

@@ -80,16 +80,20 @@ def test_runs_checks_what_needs_no_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "least"),
+    ("settings", "lengths", "measured"),
     [
-        ({"protocol": "same_tokens", "context_lengths": [512, 2048], "min_tokens": 512}, 513),
-        ({"protocol": "rerope", "context_lengths": [8192], "min_tokens": 4096}, 4097),
+        ({"protocol": "same_tokens", "context_lengths": [32, 64], "min_tokens": 8}, (20, 32, 33, 100), 2),
+        ({"protocol": "rerope", "context_lengths": [64], "last_k": 40, "min_tokens": 8}, (20, 40, 41, 100), 2),
+        ({"protocol": "pose", "context_lengths": [32], "min_tokens": 1, "stride": 8}, (1, 2, 100), 2),
     ],
 )
-def test_documents_with_nothing_to_score_are_not_asked_for(settings: dict[str, Any], least: int) -> None:
-    with pytest.raises(InvalidRequestError, match=f"less than the {least} tokens"):
-        EvalConfig.of(**settings).runs()
-    EvalConfig.of(**{**settings, "min_tokens": least}).runs()
+def test_documents_with_nothing_to_score_are_left_out(
+    settings: dict[str, Any], lengths: tuple[int, ...], measured: int, tiny_llama: Callable[..., LlamaForCausalLM]
+) -> None:
+    texts = [torch.arange(1, 1 + length) for length in lengths]
+    with pytest.warns(UserWarning, match="are left out"):
+        records = perplexity(tiny_llama(), texts, EvalConfig.of(**settings), progress=False)
+    assert {record.num_documents for record in records} == {measured}
 
 
 def test_values_of_another_type_are_refused_by_name(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:

@@ -160,7 +160,12 @@ def test_a_config_without_use_cache_is_trained(tmp_path: Path) -> None:
     assert not hasattr(model.config, "use_cache")
     documents = [torch.arange(1, 60).repeat(6)] * 4
     run = FinetuneConfig(
-        str(tmp_path), factor=2.0, token_budget=512, eval_documents=0, original_max_position_embeddings=64
+        str(tmp_path),
+        factor=2.0,
+        token_budget=512,
+        eval_documents=0,
+        original_max_position_embeddings=64,
+        gradient_checkpointing=True,
     )
     finetune(model, make_tiny_tokenizer(), documents, run)
     assert not hasattr(model.config, "use_cache")

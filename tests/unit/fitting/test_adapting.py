@@ -247,6 +247,8 @@ def test_a_budget_takes_fewer_steps_in_layers_and_on_short_texts(tmp_path: Path,
     assert (clock.in_layers, clock.on_short) == (8 + 6 * 24, 1 + 8)
     assert {name: result.facts["adapted"][name] for name in ("steps", "short_steps")} == {"steps": 24, "short_steps": 8}
     fewer = {"steps": 24, "short_steps": 8}
+    none = config(steps=0, held_out=0, budget=250.0, adapt_options={"steps": 40, "short_steps": 0})
+    assert fit_method(load_tiny(), None, texts, none, work_dir=tmp_path).facts["adapted"]["short_steps"] == 0
     again = fit_method(load_tiny(), None, texts, request, work_dir=tmp_path)
     assert (clock.in_layers, clock.on_short) == (8 + 6 * 24, 1 + 8)
     alone = fit_method(load_tiny(), None, texts, config(steps=0, held_out=0, adapt_options=fewer))

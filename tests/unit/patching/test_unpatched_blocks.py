@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -71,3 +72,11 @@ def test_a_loaded_extension_is_saved_after_a_second_one_was_taken_out(tmp_path: 
     unpatch_model(patched_once)
     patched_once.save_pretrained(tmp_path / "plain")
     assert read_manifest(tmp_path / "plain") is None
+
+
+def test_what_was_patched_inside_a_block_is_not_lost_without_a_word() -> None:
+    model = patch_model(make_model("Llama"), "yarn", 4)
+    with pytest.raises(ValueError, match=r"already patched \(linear, factor 2\)"), unpatched(model):
+        patch_model(model, "linear", 2)
+    assert describe(model)["method"] == "linear"
+    unpatch_model(model)
