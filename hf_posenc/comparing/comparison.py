@@ -23,7 +23,7 @@ from hf_posenc.evaluation.rows import extended_as
 from hf_posenc.evaluation.windows import doublings
 from hf_posenc.patching.api import describe
 from hf_posenc.retrieving.haystack import read_haystack
-from hf_posenc.retrieving.measuring_retrieval import check_prompts, retrieval
+from hf_posenc.retrieving.measuring_retrieval import retrieval
 from hf_posenc.retrieving.prompts import PromptMaker
 from hf_posenc.retrieving.tasks import get_task
 from hf_posenc.utils.units import duration_name, length_name
@@ -165,10 +165,8 @@ def make_plan(
         model, {name: getattr(what, name) for name in shared}, what.methods, what.rope_scaling
     )
     lengths = [length for length in doublings(original, target) if what.tasks]
-    if lengths:
-        check_prompts(tokenizer, what.tasks, lengths, documents=documents)
+    prompts = _prompts(tokenizer, documents, what, lengths)  # first: a task may not fit into a length
     timings = time_candidates(model, candidates, ids[0], target, original)
-    prompts = _prompts(tokenizer, documents, what, lengths)
     steps = [_step(one, timings, ids, prompts, what, known) for one in candidates]
     return Plan(
         original=original,
@@ -192,8 +190,12 @@ def _prompts(
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), "auto")
     each = len(set(what.depths)) * what.samples
     depths = {task: what.depths[0] if get_task(task).has_depth else None for task in what.tasks}
-    answers = {task: maker.make(task, lengths[-1], depth, 0)[0].max_new_tokens for task, depth in depths.items()}
-    return [(length, answers[task]) for task in answers for length in lengths for _ in range(each)]
+    answers = {
+        (task, length): maker.make(task, length, depth, 0)[0].max_new_tokens
+        for task, depth in depths.items()
+        for length in lengths
+    }
+    return [(length, answer) for (_, length), answer in answers.items() for _ in range(each)]
 
 
 def _step(
