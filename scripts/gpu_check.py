@@ -326,7 +326,7 @@ def adapted_layers(config: LlamaConfig, length: int, layers: int = 2) -> Result:
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers
     config.max_position_embeddings = length // FACTOR
-    fit = FitConfig(context_length=length, steps=1, held_out=0, compare=[], adapt_options={}, hide_progress=True)
+    fit = FitConfig(context_length=length, held_out=0, compare=[], adapt_options={}, hide_progress=True)
     with free_memory():
         model = random_model(config).eval()
         if torch.cuda.is_available():

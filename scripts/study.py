@@ -24,6 +24,7 @@ from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.utils.files import write_whole
 
 Line = dict[str, str]  # of a table: cells by the name of their column
+FITTED_RULE = "rule.json"  # in the folder of a row whose rule is fitted
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class Texts:
         ]
 
 
+def run_folder(folder: Path, name: str) -> Path:
+    """Return where the run of a row is kept, in the folder of its study."""
+    return folder / "runs" / name.replace(",", "").replace(" ", "-")
+
+
 class Study:
     """A folder that is one study, by the settings it was started with, and what all its rows are made from."""
 
@@ -100,9 +106,6 @@ class Study:
             raise SystemExit(f"{folder} holds a study with other settings ({file.name}). Give another --output-dir.")
         write_whole(file, text)
 
-    def run_folder(self, name: str) -> Path:
-        return self.folder / "runs" / name.replace(",", "").replace(" ", "-")
-
     def run(self, row: Row, *texts: Texts, **facts: Any) -> None:
         """Measure what is left of the texts of a row; ``facts`` are noted in its records."""
         if left := [one for one in texts if one.left(row.name)]:
@@ -118,7 +121,7 @@ class Study:
         Yields:
             Model, tokenizer and how many tokens it was trained on.
         """
-        folder, source, rule = self.run_folder(row.name), row.model or self.model, row.rule
+        folder, source, rule = run_folder(self.folder, row.name), row.model or self.model, row.rule
         documents = self.documents if row.documents is None else row.documents
         if row.training is not None:
             if not (folder / MANIFEST).is_file():
@@ -130,8 +133,10 @@ class Study:
             if row.fit is not None:
                 config_of_fit = FitConfig(**{"held_out": 0, "hide_progress": True, **row.fit})
                 result = fit_method(model, tokenizer, documents, config_of_fit, work_dir=folder)
-                rule = {"method": "fitted", **result.options}
-                if result.adapter is not None:
+                rule = config_of_fit.request(result.method, result.options)
+                if result.adapter is None:
+                    result.save(folder / FITTED_RULE)
+                else:
                     extended.enter_context(result.adapter.applied(model))
             if rule is not None:
                 extended.enter_context(patched(model, on_scaled="replace", **rule))

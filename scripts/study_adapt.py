@@ -2,9 +2,9 @@
 
     scripts/fetch_smollm2
     python scripts/study_adapt.py --fitted emma.txt module.txt manual.txt french.txt --held-out novel.txt code.txt \
-        --rule smollm2-135m-fitted-4x --output-dir outputs/study-adapt
+        --output-dir outputs/study-adapt
 
-Each row changes the weights for a rule that is there already (``hf-posenc fit --steps 0 --adapt``). It is measured on
+Each row changes the weights for a rule (``hf-posenc fit --adapt``). It is measured on
 texts that were not fitted on: on pieces of a sixteenth of the trained length and of all of it, as a difference from the
 unpatched model with its paired interval; and on the beginning of the first text, up to the target. A row takes minutes
 on a GPU, and one to three hours on two cores for SmolLM2.
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from hf_posenc import FitConfig
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation.intervals import paired_interval
+from hf_posenc.fitting.config import rule_of
 from hf_posenc.patching.extension import plain_spec
 from hf_posenc.utils.units import length_name
 from study import Line, Row, Study, Texts
@@ -43,16 +43,16 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "40 steps in each layer": {"adapt_options": {"steps": 40}},
     "40 steps in each layer, 18 on short texts": {"adapt_options": {"steps": 40, "short_steps": 18}},
     "360 steps in each layer": {"adapt_options": {"steps": 360}},
-    "start yarn": {"start": "yarn"},
-    "start ntk": {"start": "ntk"},
-    "start linear": {"start": "linear"},
+    "yarn": {"adapt_options": {"rule": "yarn"}},
+    "ntk": {"adapt_options": {"rule": "ntk"}},
+    "linear": {"adapt_options": {"rule": "linear"}},
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
-    parser.add_argument("--rule", default="yarn", help="method, preset or folder of a fit whose rule is taken")
+    parser.add_argument("--rule", default="llama3", help="method, preset or folder of a fit whose rule is taken")
     parser.add_argument("--teacher", default="dca")
     parser.add_argument("--factor", type=float, default=4)
     parser.add_argument("--fitted", nargs="+", type=Path, required=True, help="text files to fit on")
@@ -74,16 +74,17 @@ def main() -> None:
         return found
 
     fitted, held_out = [ids(file)[:target] for file in args.fitted], {file.stem: ids(file) for file in args.held_out}
-    rule = FitConfig(target, start=args.rule).start_method(args.factor)
+    rule = rule_of(args.rule, args.factor)
     rows = [
         Row("unpatched"),
         Row("teacher", {"method": args.teacher, "context_length": target}),
         Row("rule", {"method": rule.name, "context_length": target, **rule.changed_options()}),
     ]
     for name, changes in ADAPTED.items():
-        changed = {"start": args.rule, "teacher": args.teacher, "adapt_options": {}, **changes}
+        changed = {"teacher": args.teacher, **changes}
+        changed["adapt_options"] = {"rule": args.rule, **changed.get("adapt_options", {})}
         texts = fitted[: changed.pop("texts", None)]
-        fit = {"context_length": target, "steps": 0, "max_texts": len(texts), **changed}
+        fit = {"context_length": target, "max_texts": len(texts), **changed}
         rows.append(Row(name, fit=fit, documents=texts))
 
     settings = {name: str(getattr(args, name)) for name in ("model", "rule", "teacher", "factor", "fitted")}

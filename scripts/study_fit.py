@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
-from study import Row, Study, Texts
+from study import FITTED_RULE, Row, Study, Texts, run_folder
 
 TARGET = 1024
 LENGTHS = (256, 512, 1024)
@@ -41,41 +41,53 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "smoothness 0.01": {"smoothness": 0.01},
     "no temperature": {"fit_temperature": False},
     "start grid": {"start": "grid"},
-    # Low-rank changes of the query and key projections too.
-    "adapted": {"adapt_options": {}},
-    "adapted, seed 1": {"adapt_options": {}, "seed": 1},
-    "adapted, seed 2": {"adapt_options": {}, "seed": 2},
-    "adapted, rank 4": {"adapt_options": {"rank": 4}},
-    "adapted, rank 64": {"adapt_options": {"rank": 64}},
-    "adapted, no steps on short texts": {"adapt_options": {"short_steps": 0}},
-    "adapted, 2 texts": {"adapt_options": {}, "max_texts": 2},
-    "ntk, adapted": {"adapt_options": {}, "steps": 0, "start": "ntk"},
-    "yarn, adapted": {"adapt_options": {}, "steps": 0, "start": "yarn"},
-    "linear, adapted": {"adapt_options": {}, "steps": 0, "start": "linear"},
+}
+RULE = "attention_matching"  # whose rule is one of those that weights are changed for
+# Low-rank changes of the query and key projections: settings of AdaptConfig, and of FitConfig.
+ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "adapted": ({}, {}),
+    "adapted, seed 1": ({}, {"seed": 1}),
+    "adapted, seed 2": ({}, {"seed": 2}),
+    "adapted, rank 4": ({"rank": 4}, {}),
+    "adapted, rank 64": ({"rank": 64}, {}),
+    "adapted, no steps on short texts": ({"short_steps": 0}, {}),
+    "adapted, 2 texts": ({}, {"max_texts": 2}),
+    "adapted to the fitted rule": ({"rule": RULE}, {}),
+    "adapted to ntk": ({"rule": "ntk"}, {}),
+    "adapted to yarn": ({"rule": "yarn"}, {}),
+    "adapted to linear": ({"rule": "linear"}, {}),
 }
 
 
-ROWS = [
-    *(Row(name, None if name == "none" else {"method": name, "context_length": TARGET}) for name in PUBLISHED),
-    *(Row(name, fit={**SHARED, **changes}) for name, changes in VARIANTS.items()),
-]
+def rows_of(folder: Path) -> list[Row]:
+    """Return all rows of the study in a folder."""
+    rows = [Row(name, None if name == "none" else {"method": name, "context_length": TARGET}) for name in PUBLISHED]
+    rows += [Row(name, fit={**SHARED, **changes}) for name, changes in VARIANTS.items()]
+    shared = {name: SHARED[name] for name in ("context_length", "max_texts")}
+    for name, (of_weights, changes) in ADAPTED.items():
+        if of_weights.get("rule") == RULE:
+            of_weights = {"rule": str(run_folder(folder, RULE) / FITTED_RULE)}
+        rows.append(Row(name, fit={**shared, "adapt_options": of_weights, **changes}))
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/study-fit"))
-    names = [row.name for row in ROWS]
+    names = [row.name for row in rows_of(Path())]
     parser.add_argument(
         "--rows", nargs="+", choices=names, default=names, metavar="NAME", help="only these: %(choices)s"
     )
     args = parser.parse_args()
     novels = [load_novel(name) for name in TRAIN_NOVELS]
-    study = Study(args.output_dir, tiny_model_path(), novels, {"shared": SHARED, "variants": VARIANTS})
+    settings = {"shared": SHARED, "variants": VARIANTS, "adapted": ADAPTED}
+    study = Study(args.output_dir, tiny_model_path(), novels, settings)
     protocol = {"cut": True, "max_documents": 16, "max_tokens": PIECE, "progress": False}
     texts = Texts(args.output_dir / "results.jsonl", [load_novel(HELD_OUT_NOVEL)], LENGTHS, protocol)
-    for row in (row for row in ROWS if row.name in args.rows):
+    rows = rows_of(args.output_dir)
+    for row in (row for row in rows if row.name in args.rows):
         study.run(row, texts, model_name="tiny")
-        study.write({"results": texts.lines(ROWS)})
+        study.write({"results": texts.lines(rows)})
 
 
 if __name__ == "__main__":

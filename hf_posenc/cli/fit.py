@@ -37,8 +37,8 @@ class FitArguments:
     adapt: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "fit low-rank changes of the query and key projections too: rank=16; or steps, queries, "
-            "learning_rate, short_share, short_steps, short_rate",
+            "help": "fit no rule, but low-rank changes of the query and key projections to one that is there: rank=16; "
+            "or rule (llama3), steps, queries, learning_rate, short_share, short_steps, short_rate",
             "action": "extend",
             "metavar": "K=V",
         },
@@ -57,11 +57,11 @@ class FitArguments:
 
 
 def fit(argv: Sequence[str]) -> None:
-    """Fit a static method to a model, with all weights frozen or low-rank changes, and compare it with published ones.
+    """Fit a static method to a model, or with --adapt its weights to a method, and compare it with published ones.
 
     Examples:
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer
-        hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --adapt rank=16
+        hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --max-texts 2 --adapt rank=16
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --budget 30m
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --push-to-hub me/longer
     """
@@ -111,9 +111,11 @@ def _in_words(result: FitResult) -> str:
     from hf_posenc.reporting import text_table
     from hf_posenc.utils.units import duration_name
 
-    divisors = " ".join(f"{value:.3g}" for value in result.options["long_factor"])
-    whose = f"divisors of {result.facts['instead']}" if "instead" in result.facts else "divisors"
-    lines = ["", f"{whose}: {divisors}", f"attention factor: {result.options['attention_factor']:.4f}"]
+    lines = []
+    if result.adapter is None:
+        divisors = " ".join(f"{value:.3g}" for value in result.options["long_factor"])
+        whose = f"divisors of {result.facts['instead']}" if "instead" in result.facts else "divisors"
+        lines += ["", f"{whose}: {divisors}", f"attention factor: {result.options['attention_factor']:.4f}"]
     if result.records:
         lines += ["", text_table([record for row in result.records.values() for record in row])]
     if result.numbers_found:
@@ -158,7 +160,7 @@ def _save(
     trained = tokens_trained(name)
     model, tokenizer = load_model(name, dtype=CHECKPOINT, device="cpu")
     with quiet(patch_model.__module__):
-        patch_model(model, tokenizer=tokenizer, **config.request("fitted", result.options))
+        patch_model(model, tokenizer=tokenizer, **config.request(result.method, result.options))
     saved: Any = model
     if result.adapter is not None:
         saved = result.adapter.wrap(model)
@@ -178,5 +180,5 @@ def _save(
 
 
 def _is_saved(row: str, result: FitResult) -> bool:
-    """Return whether a row is kept for the card: all but the fitted rule alone, if weights changed too."""
-    return result.adapter is None or row != "fitted"
+    """Return whether a row is kept for the card: all but the rule alone, if weights were changed for it."""
+    return result.adapter is None or row != result.method

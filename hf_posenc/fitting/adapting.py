@@ -5,7 +5,8 @@ there, and a low-rank change of W_q and W_k (LoRA: Hu et al. 2021, arXiv:2106.09
 under the rule gives the same output. No gradient passes through the network, one layer is in memory at a time, and no
 token is predicted. The matching of layers is known from the conversion to linear attention (LoLCATs, Zhang et al. 2024,
 arXiv:2410.10254, section 3.1); here it moves a position rule. Then all changes are trained together on short texts
-(``short_matching``), because the small errors of many layers add up.
+(``short_matching``), because the small errors of many layers add up. The rule is one that is there: ``llama3`` keeps
+the pairs that rotate within short texts, which is what costs them least, and servers know it by name.
 
 Each text is read twice: as a whole, of which a step takes some queries, and cut into pieces of a quarter of the
 original length, of which it takes every query. Attention over a whole text costs most of the time, and most requests

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hf_posenc.errors import InvalidRequestError, UnknownNameError, argument
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError, argument
 from hf_posenc.evaluation.config import OutputConfig
 from hf_posenc.patching.extension_config import NO_METHOD, ExtensionConfig
 from hf_posenc.settings import check_settings, flag, number, same_field, setting, share, whole, word
@@ -29,10 +29,28 @@ _FOLDER = Path(__file__).with_name("objectives")
 OBJECTIVES = tuple(sorted(one.name for one in pkgutil.iter_modules([str(_FOLDER)]) if one.name != "base"))
 
 
+def rule_of(name: str, factor: float) -> Method:
+    """Return what a method, a preset or the folder of an earlier fit is at a factor.
+
+    Raises:
+        ValueError, OSError: There is none of this name, and no folder of a fit.
+    """
+    from hf_posenc.methods.registry import make_method, methods
+    from hf_posenc.patching.presets import presets
+
+    if name not in methods():
+        if (preset := presets().get(name)) is not None:
+            return make_method(preset.method, factor, preset.options)
+        if Path(name).expanduser().exists():
+            return make_method("fitted", factor, {"source": name})
+    return make_method(name, factor)
+
+
 @dataclass(frozen=True)
 class AdaptConfig:
-    """The low-rank changes of the query and key projections that are fitted after the rule."""
+    """The low-rank changes of the query and key projections, by which a model reads with a rule that is there."""
 
+    rule: str = setting("llama3", None, "static method, preset, or folder of an earlier fit")
     rank: int = setting(16, whole(1), "rank of the changes")
     steps: int = setting(120, whole(1), "steps of Adam in each layer")
     queries: int = setting(96, whole(1), "queries of a step on a whole text")
@@ -43,6 +61,8 @@ class AdaptConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, lambda name: f"{argument('adapt')} {name}")
+        if not isinstance(self.rule, str):
+            raise InvalidTypeError(f"{argument('adapt')} rule must be the name of a method, got {self.rule!r}.")
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> AdaptConfig:
@@ -56,6 +76,28 @@ class AdaptConfig:
             if name not in known:
                 raise UnknownNameError(f"setting of {argument('adapt')}", name, known)
         return cls(**given)
+
+
+# Settings of FitConfig that decide a fitted rule.
+OF_THE_RULE = (
+    "objectives",
+    "start",
+    "steps",
+    "learning_rate",
+    "keep_rotations",
+    "lower_bound",
+    "monotone",
+    "smoothness",
+    "fit_temperature",
+    "short_share",
+    "queries",
+    "layers",
+    "block",
+    "questions",
+    "fitted_numbers",
+    "take_best",
+    "short_list",
+)
 
 
 @dataclass
@@ -91,7 +133,7 @@ class FitConfig:
         "static method to begin at, preset, or folder of an earlier fit; grid: the best of a small grid of ntk_rcd "
         "and yarn_rcd",
     )
-    steps: int = setting(100, whole(0), "steps of Adam; 0, with --adapt: the rule is that of --start")
+    steps: int = setting(100, whole(1), "steps of Adam")
     learning_rate: float = setting(0.05, number(above=0), "of Adam, on the logarithms of the divisors")
     keep_rotations: float = setting(
         30.0, number(above=0), "pairs of at least so many rotations over the original length keep a divisor of 1"
@@ -150,8 +192,17 @@ class FitConfig:
     )
     hide_progress: bool = same_field(OutputConfig, "hide_progress")
     teacher_options: dict[str, Any] = setting(dict, None, argparse.SUPPRESS)
-    # Settings of AdaptConfig by name; None fits the rule alone, and no weight changes.
+    # Settings of AdaptConfig by name; None fits a rule, and no weight changes.
     adapt_options: dict[str, Any] | None = setting(None, None, argparse.SUPPRESS)
+
+    @property
+    def adapt(self) -> AdaptConfig | None:
+        """How weights are changed, for a rule that is there; None where a rule is fitted.
+
+        Raises:
+            ValueError: A setting of it is unknown or out of range.
+        """
+        return None if self.adapt_options is None else AdaptConfig.of(self.adapt_options)
 
     def request(self, method: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the keywords of ``patch_model`` for a method at the target."""
@@ -166,22 +217,6 @@ class FitConfig:
     def teacher_request(self) -> dict[str, Any] | None:
         """Return the keywords of ``patch_model`` for the teacher; None for the unextended model."""
         return None if self.teacher == NO_METHOD else self.request(self.teacher, self.teacher_options)
-
-    def start_method(self, factor: float) -> Method:
-        """Return the method to begin at.
-
-        Raises:
-            ValueError, OSError: There is none of this name, and no folder of a fit.
-        """
-        from hf_posenc.methods.registry import make_method, methods
-        from hf_posenc.patching.presets import presets
-
-        if self.start not in methods():
-            if (preset := presets().get(self.start)) is not None:
-                return make_method(preset.method, factor, preset.options)
-            if Path(self.start).expanduser().exists():
-                return make_method("fitted", factor, {"source": self.start})
-        return make_method(self.start, factor)
 
     def original(self, trained: int) -> int:
         """Return the original length of a model in tokens: as requested, or else the one it was trained with."""
@@ -220,11 +255,6 @@ class FitConfig:
         from hf_posenc.methods.registry import get_method, make_method
 
         self.weights()
-        if self.steps == 0 and (self.adapt_options is None or self.start == GRID):
-            raise InvalidRequestError(
-                f"{argument('steps', 0)} takes the rule of {argument('start')} as it is, which cannot be {GRID!r}, and "
-                f"leaves nothing to fit without {argument('adapt')}: give that too, or at least 1 step."
-            )
         check_settings(self)
         self.context_length = ContextLength(check_length(argument("context_length"), self.context_length))
         if self.teacher != NO_METHOD and not issubclass(get_method(self.teacher), (AttentionMethod, StaticMethod)):
@@ -240,7 +270,9 @@ class FitConfig:
             self._check_adapt()
         named = [("compare", name, get_method(name)) for name in self.compare if name != NO_METHOD]
         if self.start != GRID:
-            named.append(("start", self.start, type(self.start_method(1.0))))
+            named.append(("start", self.start, type(rule_of(self.start, 1.0))))
+        if self.adapt is not None:
+            named.append(("adapt", self.adapt.rule, type(rule_of(self.adapt.rule, 1.0))))
         for setting_name, name, method in named:
             if not issubclass(method, StaticMethod):
                 raise InvalidRequestError(
@@ -253,15 +285,14 @@ class FitConfig:
         from hf_posenc.methods.base import AttentionMethod
         from hf_posenc.methods.registry import get_method
 
-        assert self.adapt_options is not None
-        AdaptConfig.of(self.adapt_options)
         if self.teacher != NO_METHOD and not issubclass(get_method(self.teacher), AttentionMethod):
             raise InvalidRequestError(
                 f"{argument('adapt')} takes a {argument('teacher')} that leaves the model's frequencies alone, such as "
                 f"'dca', or none; got {self.teacher!r}."
             )
-        if self.take_best:
+        default = FitConfig(self.context_length)
+        if given := [name for name in OF_THE_RULE if getattr(self, name) != getattr(default, name)]:
             raise InvalidRequestError(
-                f"{argument('adapt')} cannot be used with {argument('take_best')}, which may leave the changed weights "
-                "out: leave one out."
+                f"{argument('adapt')} changes weights for a rule that is there (rule=NAME, or the folder of an earlier "
+                f"fit), and fits none: leave out {', '.join(map(argument, given))}."
             )

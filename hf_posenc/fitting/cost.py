@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from hf_posenc.evaluation.memory import MemoryNeed, ModelShape, predict_memory, shape_of
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.objectives import get_objective
 from hf_posenc.fitting.recording import RECORDED_QUERIES
 from hf_posenc.fitting.short_matching import ROWS_OF_LOGITS, TOKENS_IN_STRETCHES
@@ -62,7 +61,7 @@ def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, original: int,
         original: The original length, in tokens.
         teacher: What the teacher's model is patched with; None for the unextended model.
     """
-    kinds = {name: get_objective(name) for name in config.weights()} if config.steps else {}
+    kinds = {name: get_objective(name) for name in config.weights()} if config.adapt is None else {}
     target, queries, block = int(config.context_length), config.queries, config.block
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     number, layers = shape.number_bytes, shape.num_layers
@@ -79,8 +78,8 @@ def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, original: int,
         of_text = target * (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number
         step = max(step, layers * of_text + target * shape.vocab_size * 4 * _FLOAT32)
     texts_at_once = 1
-    if config.adapt_options is not None:  # the teacher reads all texts at once, each twice, and a layer is stopped
-        texts_at_once, adapt = 2 * texts, AdaptConfig.of(config.adapt_options)
+    if (adapt := config.adapt) is not None:  # the teacher reads all texts at once, each twice, and a layer is stopped
+        texts_at_once = 2 * texts
         # Queries and keys of a whole text or of some pieces, and what the unchanged weights make of all texts.
         of_states = target * (2 * q + 3 * kv) * (2 * number + 2 * _FLOAT32)
         of_states += texts * target * (q + 2 * kv) * number
@@ -96,7 +95,7 @@ def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, original: int,
     taught = predict_memory(shape, target, batch_size=texts_at_once, extension=teacher)
     asked = 2 * target * kv * layers * number if config.held_out_numbers else 0
     return FitCost(
-        teacher=taught if recorded or config.adapt_options is not None else None,
+        teacher=taught if recorded or adapt is not None else None,
         step=shape.weight_bytes + step,
         measuring=read.peak + asked if config.held_out else 0,
         disk=texts * layers * (2 * target * kv + 2 * RECORDED_QUERIES * q) * number if recorded else 0,
@@ -132,11 +131,8 @@ def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, out
         reader = "the model as it is" if config.teacher == NO_METHOD else config.teacher
         first = f"{reader} reads {num_texts} text{'s' * (num_texts > 1)} once, then "
     room = f", {size_name(cost.disk)} on disk in {output}.work" if cost.disk else ""
-    parts = [f"{config.steps} steps on {', '.join(config.weights())}"] if config.steps else []
-    if config.adapt_options is not None:
-        adapt = AdaptConfig.of(config.adapt_options)
-        parts.append(f"{adapt.steps} steps of rank {adapt.rank} in each layer")
-        if adapt.short_steps:
-            parts.append(f"{adapt.short_steps} steps on short texts")
-    steps = ", and ".join(parts)
+    steps = f"{config.steps} steps on {', '.join(config.weights())}"
+    if (adapt := config.adapt) is not None:
+        steps = f"{adapt.steps} steps of rank {adapt.rank} in each layer"
+        steps += f", and {adapt.short_steps} steps on short texts" if adapt.short_steps else ""
     return f"{first}{steps}: about {size_name(cost.peak)} of memory for weights and tensors{room}"

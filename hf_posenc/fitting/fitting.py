@@ -1,18 +1,19 @@
-"""``fit_method``: a static rule fitted to a model whose weights are frozen, and measured on held-out texts."""
+"""``fit_method``: a static rule fitted to a model, or a model's weights to a rule, and measured on held-out texts."""
 
 from __future__ import annotations
 
 import copy
 import json
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from hf_posenc.evaluation.rows import try_rows
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.adapting import Adapter, adapt, projections
 from hf_posenc.fitting.budget import Budget
-from hf_posenc.fitting.config import GRID, AdaptConfig, FitConfig
+from hf_posenc.fitting.config import GRID, OF_THE_RULE, FitConfig, rule_of
 from hf_posenc.fitting.descent import Descent, Step
 from hf_posenc.fitting.grid import best_of_grid
 from hf_posenc.fitting.hidden_numbers import HiddenNumber, hide_numbers
@@ -57,17 +58,15 @@ from hf_posenc.utils.units import duration_name
 
 logger = logging.getLogger(__name__)
 
-# Of the time that a budget leaves, for fitting the rule where weights are changed after it.
-_SHARE_OF_THE_RULE = 0.25
-
 
 @dataclass(frozen=True)
 class FitResult:
     """The result of a fit.
 
     Attributes:
-        options: Those of the method ``fitted``: ``patch_model(model, "fitted", **result.options)``; with
-            ``original_max_position_embeddings`` too if the settings had it.
+        method: ``"fitted"``, or the method whose rule the weights were changed for.
+        options: Its options: ``patch_model(model, result.method, **result.options)`` with the target as
+            ``context_length``; with ``original_max_position_embeddings`` too if the settings had it.
         verdict: Whether it is better than the compared rules; None where nothing was measured.
         records: What was measured on the held-out texts, by the method of each row.
         numbers_found: How many numbers hidden in a held-out text were found, by the method of each row.
@@ -77,6 +76,7 @@ class FitResult:
         adapter: The low-rank changes of the weights that go with the rule; None where no weight changes.
     """
 
+    method: str
     options: dict[str, Any]
     verdict: Verdict | None
     records: dict[str, list[Record]]
@@ -87,9 +87,28 @@ class FitResult:
     adapter: Adapter | None = None
 
     def save(self, file: str | Path) -> Path:
-        """Write the rule as a JSON file, which ``patch_model(model, "fitted", source=file)`` reads."""
-        rule = {"method": "fitted", "options": self.options, "fitted_on": self.facts}
+        """Write the rule as a JSON file, which ``patch_model(model, "fitted", source=file)`` reads.
+
+        Raises:
+            ValueError: No rule was fitted: the weights were changed for one that was there.
+        """
+        if self.adapter is not None:
+            raise InvalidRequestError(
+                f"no rule was fitted: the weights were changed for {self.method!r}, which has a name already. Save the "
+                "model that result.adapter.wrap(model) returns."
+            )
+        rule = {"method": self.method, "options": self.options, "fitted_on": self.facts}
         return write_whole(Path(file).expanduser(), json.dumps(rule, indent=2) + "\n")
+
+
+class _Fit(NamedTuple):
+    """What a fit with one seed found, with the attributes of ``FitResult``."""
+
+    method: str
+    options: dict[str, Any]
+    adapter: Adapter | None
+    steps: list[Step]
+    facts: dict[str, Any]
 
 
 def fit_method(
@@ -103,9 +122,9 @@ def fit_method(
 ) -> FitResult:
     """Fit a divisor for each slow pair of features, and one temperature, to a model; its weights do not change.
 
-    With ``config.adapt_options``, low-rank changes of the query and key projections are fitted too, and returned
-    beside the rule (``FitResult.adapter``). The rule is static: servers run it. It is compared with published rules on
-    held-out documents, and is called better only where the paired interval says so.
+    With ``config.adapt_options``, the rule is one that is there, and low-rank changes of the query and key projections
+    are fitted to it (``FitResult.adapter``). Either way the rule is static: servers run it. The result is compared with
+    published rules on held-out documents, and is called better only where the paired interval says so.
 
     Args:
         model: A loaded model with a rotary embedding, not extended; it is left as it was.
@@ -132,17 +151,20 @@ def fit_method(
         folder = Path(where).expanduser()
         run = FitRun(rotary, tokenizer, texts, spec, rotation, config, folder, model_name, Budget(config.budget, began))
         folder.mkdir(parents=True, exist_ok=True)
-        (options, adapter, steps, facts), *others = (_fit(run, config.seed + more) for more in range(config.seeds))
-        rows, left_out = measure_rows(run, options, adapter)
-        left_out += spread_of_seeds(run, rows, [(rule, changes) for rule, changes, *_ in others])
+        fit = _fit_rule if config.adapt is None else _fit_weights
+        fits = [fit(run, config.seed + more) for more in range(config.seeds)]
+        (row, adapter), *others = ((config.request(one.method, one.options), one.adapter) for one in fits)
+        rows, left_out = measure_rows(run, row, adapter)
+        left_out += spread_of_seeds(run, rows, others)
         verdict = judge(rows) if rows else None
-        numbers = find_numbers(run, rows, options, adapter)
+        numbers = find_numbers(run, rows, row, adapter)
+    method, options, _, steps, facts = fits[0]
     if verdict is not None and left_out:
         verdict = Verdict(verdict.better, verdict.best, (*verdict.lines, *left_out))
     if config.take_best and verdict is not None and verdict.better is False:
         options = run.options_of(make_method(verdict.best, run.factor))
         facts |= {"instead": verdict.best}
-    return FitResult(options, verdict, rows, numbers, steps, facts, time.perf_counter() - began, adapter)
+    return FitResult(method, options, verdict, rows, numbers, steps, facts, time.perf_counter() - began, adapter)
 
 
 def texts_to_fit(
@@ -171,7 +193,7 @@ def _checked(
         config.held_out,
     )
     _check_start(rotary, spec, config)
-    if config.adapt_options is not None:
+    if config.adapt is not None:
         projections(rotary)
     rotation = _rotation(rotary, config)
     with evaluation_mode(rotary.model):
@@ -199,20 +221,20 @@ def _check_objectives(rotary: RotaryModel, config: FitConfig) -> None:
 
 
 def _check_start(rotary: RotaryModel, spec: RopeSpec, config: FitConfig) -> None:
-    """Raise unless there is something to fit, and a rule to begin at.
+    """Raise unless there is something to fit, and a rule to begin at or to change weights for.
 
     Raises:
-        ValueError: The rule to begin at is a preset for other models, needs options or stops pairs, or every number is
-            held.
+        ValueError: That rule is a preset for other models, needs options or stops pairs, or every number is held.
     """
-    if config.start in presets():
-        preset_for(config.start, rotary.text_config)
-    if config.start != GRID:
+    where, name = ("start", config.start) if config.adapt is None else ("adapt", config.adapt.rule)
+    if name in presets():
+        preset_for(name, rotary.text_config)
+    if name != GRID:
         factor = config.context_length / spec.original_max_position_embeddings
-        inv_freq, _ = config.start_method(factor).frequencies(spec)
+        inv_freq, _ = rule_of(name, factor).frequencies(spec)
         if not bool((inv_freq[: spec.rotated_pairs] > 0).all()):
             raise InvalidRequestError(
-                f"{argument('start')} must be a method that rotates every pair of features, got {config.start!r}."
+                f"{argument(where)} takes a method that rotates every pair of features, got {name!r}."
             )
     if not config.fit_temperature and bool((rotations_in_training(spec) >= config.keep_rotations).all()):
         raise InvalidRequestError(
@@ -262,6 +284,9 @@ def _try_rules(rotary: RotaryModel, config: FitConfig) -> None:
         ValueError: The family refuses one of them.
     """
     rows = [config.request(name) for name in config.compare if name != NO_METHOD]
+    if config.adapt is not None:
+        rule = rule_of(config.adapt.rule, 1.0)
+        rows.append(config.request(rule.name, rule.changed_options()))
     if (teacher := config.teacher_request()) is not None:
         rows.append(teacher)
     with quiet("hf_posenc.patching.api"):
@@ -287,18 +312,19 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], Adapter | None, list[Step], dict[str, Any]]:
-    """Return the rule as options, the changes of the weights if there are any, what the steps measured, and the facts.
+def _facts(run: FitRun, seed: int, texts: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return what is fitted on, and how."""
+    return {
+        **_settings(run.config),
+        "seed": seed,
+        "texts": [hash_token_ids([ids]) for ids in texts],
+        "tokens": sum(map(len, texts)),
+        "weights": hash_weights(run.rotary.model),
+    }
 
-    Arguments as for ``_fit_rule``.
-    """
-    options, steps, facts = _fit_rule(run, seed)
-    adapter = None if run.config.adapt_options is None else _adapted(run, options, facts, seed, steps)
-    return options, adapter, steps, facts
 
-
-def _fit_rule(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[str, Any]]:
-    """Return the rule as options, what the steps measured, and what was fitted on.
+def _fit_rule(run: FitRun, seed: int) -> _Fit:
+    """Fit a rule, with all weights frozen.
 
     Args:
         run: The fit.
@@ -308,21 +334,13 @@ def _fit_rule(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[
     weights = config.weights()
     kinds = {name: get_objective(name) for name in weights}
     fitted, hidden = _hide(run) if "needles" in kinds else (run.texts.fitted, [[] for _ in run.texts.fitted])
-    facts = {
-        **_settings(config),
-        "seed": seed,
-        "texts": [hash_token_ids([ids]) for ids in fitted],
-        "tokens": sum(map(len, fitted)),
-        "weights": hash_weights(run.rotary.model),
-    }
+    facts = _facts(run, seed, fitted)
     recordings = []
-    if config.steps and any(kind.needs_teacher for kind in kinds.values()):
+    if any(kind.needs_teacher for kind in kinds.values()):
         recordings = [_record(run, ids, at, facts) for at, ids in enumerate(fitted)]
     _keep_time_to_measure(run)
-    if config.steps == 0:
-        return run.options_of(config.start_method(run.factor)), [], facts
     generator = torch.Generator().manual_seed(seed)
-    start = None if config.start == GRID else config.start_method(run.factor).frequencies(spec)
+    start = None if config.start == GRID else rule_of(config.start, run.factor).frequencies(spec)
     rule = _parameters(run, start or make_method("ntk", run.factor).frequencies(spec))
     with rule_attention(run.rotary, rule, run.rotation) as attention:
         attention.note_arguments(run.rotary)
@@ -344,7 +362,6 @@ def _fit_rule(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[
                 config.steps,
                 run.folder / f"steps-{descent.identity}.json",
                 lambda: (0.0, config.seeds * descent.seconds_of_a_step()),
-                share=1.0 if config.adapt_options is None else _SHARE_OF_THE_RULE,
                 of=f" for each of {config.seeds} seeds" * (config.seeds > 1),
             )
         descent.steps = run.steps
@@ -356,35 +373,35 @@ def _fit_rule(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[
         descent.run(show_progress=not config.hide_progress)
     divisors, attention_factor = rule.numbers()
     facts |= {"steps": descent.steps}
-    return run.options(list(divisors), attention_factor), descent.history, facts
+    return _Fit("fitted", run.options(list(divisors), attention_factor), None, descent.history, facts)
 
 
-def _adapted(
-    run: FitRun, options: Mapping[str, Any], facts: dict[str, Any], seed: int, steps: Sequence[Step]
-) -> Adapter:
-    """Return the low-rank changes by which the model attends under the rule as its teacher; they are added to facts."""
-    config, to_come = run.config, run.config.seeds - (seed - run.config.seed) - 1
-    of_rules = to_come * sum(step.seconds for step in steps)  # of the seeds to come
-    settings = AdaptConfig.of(config.adapt_options or {})
-    row = config.teacher_request()
-    rule = _parameters(run, make_method("fitted", run.factor, options).frequencies(run.spec)).requires_grad_(False)
+def _fit_weights(run: FitRun, seed: int) -> _Fit:
+    """Fit low-rank changes by which the model attends under a rule as under its teacher."""
+    config, settings = run.config, run.config.adapt
+    assert settings is not None
+    _keep_time_to_measure(run)
+    facts = _facts(run, seed, run.texts.fitted)
+    method = rule_of(settings.rule, run.factor)
+    row, of_teacher = config.request(method.name, method.changed_options()), config.teacher_request()
+    rule = RuleParameters(run.spec, method.frequencies(run.spec), keep_rotations=math.inf).to(run.rotary.device)
     adapter = adapt(
         run.rotary,
         [run.taught(ids) for ids in run.texts.fitted],
-        RuleAttention(run.rotary, rule, run.rotation),
-        run.extended(row),
-        lambda: run.extended(config.request("fitted", options)),
+        RuleAttention(run.rotary, rule.requires_grad_(False), run.rotation),
+        run.extended(of_teacher),
+        lambda: run.extended(row),
         settings,
         original=run.original,
         seed=seed,
         folder=run.folder,
-        identity=hash_json([facts, options, row]),
-        budget=replace(run.budget, measuring=run.budget.measuring + of_rules),
-        share=1 / (1 + to_come),
+        identity=hash_json([facts, row, of_teacher]),
+        budget=run.budget,
+        share=1 / (config.seed + config.seeds - seed),  # as much for each seed to come
         show_progress=not config.hide_progress,
     )
     facts["adapted"] = {"modules": list(adapter.modules), **vars(adapter.settings)}
-    return adapter
+    return _Fit(method.name, method.changed_options(), adapter, [], facts)
 
 
 def _hide(run: FitRun) -> tuple[list[torch.Tensor], list[list[HiddenNumber]]]:
@@ -412,8 +429,9 @@ def _parameters(run: FitRun, start: Frequencies) -> RuleParameters:
 
 
 def _settings(config: FitConfig) -> dict[str, Any]:
-    """Return the settings that decide the rule: all but those of the measurement."""
+    """Return the settings that decide the result: all but those of the measurement, and of a rule if none is fitted."""
     left_out = (
+        *(() if config.adapt is None else OF_THE_RULE),
         "seed",
         "seeds",
         "adapt_options",
@@ -452,11 +470,11 @@ def _record(run: FitRun, ids: torch.Tensor, at: int, facts: Mapping[str, Any]) -
 
 
 def _keep_time_to_measure(run: FitRun) -> None:
-    """Keep a part of the budget for the fitted rule of each seed, with its changes of the weights, and one other."""
+    """Keep a part of the budget for measuring the result of each seed, and one other."""
     if run.budget.seconds is None or not (held_out := run.texts.held_out) or run.budget.rules:
         return
     run.pass_seconds = run.pass_seconds or time_pass(run.rotary, held_out[0])  # of the teacher, where it read a text
-    run.budget.rules = 1 + run.config.seeds + (run.config.adapt_options is not None)
+    run.budget.rules = 1 + run.config.seeds
     run.budget.measuring = run.pass_seconds * len(held_out) * run.budget.rules
 
 

@@ -54,17 +54,17 @@ def measured_lengths(original: int, target: int) -> list[int]:
 
 
 def measure_rows(
-    run: FitRun, options: Mapping[str, Any], adapter: Adapter | None = None
+    run: FitRun, fitted: dict[str, Any], adapter: Adapter | None = None
 ) -> tuple[dict[str, list[Record]], list[str]]:
-    """Measure the perplexity of the fitted rule and of those it is compared with, in this order.
+    """Measure the perplexity of the result of a fit and of the rules it is compared with, in this order.
 
     The unextended model is measured up to the original length only. With a budget, rows that no longer fit are left
-    out, after the fitted rule, the unextended model and one other.
+    out, after the result, the unextended model and one other.
 
     Args:
         run: The fit.
-        options: The rule, as options of the method ``fitted``.
-        adapter: The changes of the weights that go with it, measured as one more row; None if there are none.
+        fitted: The rule, as keywords of ``patch_model``.
+        adapter: The changes of the weights that go with it; None if there are none.
 
     Returns:
         The records of each row by its method, and sentences about rows that were left out.
@@ -72,8 +72,7 @@ def measure_rows(
     if not run.texts.held_out:
         return {}, []
     lengths = measured_lengths(run.original, run.target)
-    rows: dict[str, dict[str, Any] | None] = {FITTED: run.config.request(FITTED, options)}
-    rows |= {} if adapter is None else {ADAPTED: rows[FITTED]}
+    rows: dict[str, dict[str, Any] | None] = {FITTED if adapter is None else ADAPTED: fitted}
     rows |= {name: None if name == NO_METHOD else run.config.request(name) for name in run.config.compare}
     records: dict[str, list[Record]] = {}
     left_out = []
@@ -101,20 +100,20 @@ def measure_rows(
 
 
 def spread_of_seeds(
-    run: FitRun, rows: Mapping[str, Sequence[Record]], others: Sequence[tuple[Mapping[str, Any], Adapter | None]]
+    run: FitRun, rows: Mapping[str, Sequence[Record]], others: Sequence[tuple[dict[str, Any], Adapter | None]]
 ) -> list[str]:
     """Return in a sentence by how much fits with other seeds differ at the target length; empty if there are none.
 
     Args:
         run: The fit.
         rows: From ``measure_rows``.
-        others: The rules of the other seeds, as options of the method ``fitted``, each with its changes of the weights.
+        others: The rules of the other seeds, as keywords of ``patch_model``, each with its changes of the weights.
     """
     if not rows or not others:
         return []
     perplexities = [rows[judged_row(rows)][-1].perplexity]
-    for options, adapter in others:
-        with run.extended(run.config.request(FITTED, options), adapter):
+    for row, adapter in others:
+        with run.extended(row, adapter):
             [record] = perplexity(
                 run.rotary.model,
                 run.texts.held_out,
@@ -132,23 +131,21 @@ def spread_of_seeds(
 
 
 def find_numbers(
-    run: FitRun, rows: Mapping[str, Sequence[Record]], options: Mapping[str, Any], adapter: Adapter | None = None
+    run: FitRun, rows: Mapping[str, Sequence[Record]], fitted: dict[str, Any], adapter: Adapter | None = None
 ) -> dict[str, NumbersFound]:
-    """Ask the fitted rule, and the published one of the lowest perplexity, for numbers hidden in a held-out text.
+    """Ask the result, and the published rule of the lowest perplexity, for numbers hidden in a held-out text.
 
     Args:
         run: The fit.
         rows: From ``measure_rows``.
-        options: The rule, as options of the method ``fitted``.
-        adapter: As for ``measure_rows``.
+        fitted, adapter: As for ``measure_rows``.
     """
     count, tokenizer = run.config.held_out_numbers, run.tokenizer
     rivals = [name for name in rows if name not in (FITTED, ADAPTED, NO_METHOD)]
     if not count or not rows or tokenizer is None:
         return {}
     best = min(rivals, key=lambda name: rows[name][-1].perplexity, default=None)
-    asked: dict[str, dict[str, Any]] = {FITTED: run.config.request(FITTED, options)}
-    asked |= {} if adapter is None else {ADAPTED: asked[FITTED]}
+    asked = {FITTED if adapter is None else ADAPTED: fitted}
     asked |= {} if best is None else {best: run.config.request(best)}
     if run.budget.left < len(asked) * run.pass_seconds:
         return {}

@@ -83,11 +83,19 @@ def match_short_texts(
         return float(loss.detach())
 
     def cost() -> Seconds:
-        began = time.perf_counter()
-        gradients(0)
-        seconds = time.perf_counter() - began
-        tokens = [_draw(texts, original, seed, step).numel() for step in range(len(_PARTS))]
-        return 0.0, seconds * sum(tokens) / len(tokens) / tokens[0]
+        gradients(0)  # warms up
+        lengths, of_tokens = [], []  # of the two shorter stretches, and the seconds of one of their tokens
+        for step in (0, 1):
+            began = time.perf_counter()
+            gradients(step)
+            drawn = _draw(texts, original, seed, step)
+            lengths.append(drawn.shape[1])
+            of_tokens.append((time.perf_counter() - began) / drawn.numel())
+        # Attention to each token before makes a token of a longer stretch cost more.
+        more = max(0.0, of_tokens[1] - of_tokens[0]) / max(1, lengths[1] - lengths[0])
+        shapes = [_draw(texts, original, seed, step).shape for step in range(len(_PARTS))]
+        steps = [shape.numel() * (of_tokens[0] + more * (shape[1] - lengths[0])) for shape in shapes]
+        return 0.0, sum(steps) / len(steps)
 
     steps = decide(cost)
     file = folder / f"short-texts-{steps}-{config.short_rate}.safetensors"

@@ -11,7 +11,7 @@ from hf_posenc.patching.extension_config import NO_METHOD
 from hf_posenc.utils.units import length_name
 
 FITTED = "fitted"
-ADAPTED = "adapted"  # the fitted rule with the changed weights
+ADAPTED = "adapted"  # the model with changed weights, under the rule they were changed for
 
 
 @dataclass(frozen=True)

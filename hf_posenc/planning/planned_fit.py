@@ -27,7 +27,7 @@ class PlannedFit:
 
     Attributes:
         memory: Bytes at the peak, the weights included.
-        adapted_memory: The same with low-rank changes of the weights too, on one text; None where they are refused.
+        adapted_memory: That of low-rank changes of the weights instead, on one text; None where they are refused.
         disk: Bytes of the recordings.
         teacher_flops: Operations of the teacher's pass over a text.
         step_flops: Operations of all steps.

@@ -32,7 +32,7 @@ def test_a_rule(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_changed_weights(dtype: torch.dtype, device: torch.device) -> None:
-    settings: dict[str, Any] = {"steps": 0, "start": "ntk", "adapt_options": {"steps": 12, "short_steps": 2}}
+    settings: dict[str, Any] = {"adapt_options": {"steps": 12, "short_steps": 2}}
     expected = fit(torch.device("cpu"), torch.float32, **settings).adapter
     found = fit(device, dtype, **settings).adapter
     assert expected is not None

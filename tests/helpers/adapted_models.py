@@ -14,8 +14,8 @@ from hf_posenc.assets import load_novel, tiny_model_path
 def fit_adapted(tokenizer: PreTrainedTokenizerBase, target: int) -> tuple[FitResult, Any]:
     """Return a fit of few steps, and the extended model with its low-rank changes as a PEFT adapter."""
     settings = {"steps": 8, "short_steps": 4}
-    config = FitConfig(target, held_out=0, start="ntk", steps=0, adapt_options=settings, hide_progress=True)
+    config = FitConfig(target, held_out=0, adapt_options=settings, hide_progress=True)
     base = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32).eval()
     result = fit_method(base, tokenizer, [load_novel("emma")[:8000]], config)
     assert result.adapter is not None
-    return result, result.adapter.wrap(patch_model(base, "fitted", **result.options))
+    return result, result.adapter.wrap(patch_model(base, **config.request(result.method, result.options)))

@@ -38,7 +38,8 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(books: Path, output: Path, *flags: object) -> list[str]:
     given = ["fit", TINY, "--documents", str(books), "--context-length", "1024", "--output", str(output)]
-    given += ["--dtype", "float32", "--device", "cpu", "--hide-progress", "--teacher", "rerope", "--layers", "3"]
+    given += ["--dtype", "float32", "--device", "cpu", "--hide-progress", "--teacher", "rerope"]
+    given += [] if "--adapt" in flags else ["--layers", "3"]
     return [*given, *map(str, flags)]
 
 
@@ -232,13 +233,15 @@ def test_a_killed_fit_ends_at_the_same_divisors(books: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("as_adapter", [False, True])
 def test_changed_weights_are_saved_in_the_model_or_as_an_adapter(as_adapter: bool, books: Path, tmp_path: Path) -> None:
     output = tmp_path / "longer"
-    flags = ["--steps", 2, "--compare", "none", "ntk", "--held-out-numbers", 0]
+    flags = ["--compare", "none", "ntk", "llama3", "--held-out-numbers", 0]
     flags += ["--adapt", "rank=4", "steps=3", "short_steps=2"]
     assert main(words(books, output, *flags, *(["--save-adapter"] if as_adapter else []))) == 0
     manifest, base = read_manifest(output), AutoModelForCausalLM.from_pretrained(TINY)
     assert manifest is not None
     adapted = manifest["fitted_on"]["adapted"]
     assert (adapted["rank"], adapted["steps"], adapted["modules"]) == (4, 3, ["q_proj", "k_proj"])
+    assert (manifest["method"], adapted["rule"], manifest["options"]) == ("llama3", "llama3", {})
+    assert "objectives" not in manifest["fitted_on"]
     assert (output / "adapter_model.safetensors").exists() == as_adapter
     model = load_extended(output)
     model = model.merge_and_unload() if as_adapter else model
@@ -246,7 +249,7 @@ def test_changed_weights_are_saved_in_the_model_or_as_an_adapter(as_adapter: boo
     assert changed
     assert all("q_proj" in name or "k_proj" in name for name in changed)
     rows = [(record.method, record.label) for record in read_records(output / "results.jsonl")]
-    assert set(rows) == {("fitted", "adapted"), ("none", ""), ("ntk", "")}
+    assert set(rows) == {("llama3", "adapted"), ("none", ""), ("ntk", "")}
     card = (output / "README.md").read_text()
     assert "q_proj and k_proj" in card
     assert "unextended base model" not in card

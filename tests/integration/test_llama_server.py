@@ -101,7 +101,7 @@ def test_llama_server_runs_a_model_whose_projections_were_changed(ids: list[int]
     export_gguf(tmp_path / "model", tmp_path / "rule.gguf", base=converted)
     with serving(tmp_path / "rule.gguf", TARGET) as address:
         assert differences(model, ids, address, ROWS).max() < 1e-4
-        other = patch_model(tiny(), "fitted", **result.options).eval()
+        other = patch_model(tiny(), result.method, context_length=TARGET, **result.options).eval()
         assert differences(other, ids, address, ROWS).max() > 1e-3  # the same rule, the weights of the base
 
 

@@ -242,7 +242,7 @@ def test_long_requests_get_an_adapter_with_its_rule_and_short_ones_neither(tmp_p
         settings = {"server_dtype": "float32", "dtype": "float32"}
         assert check_server(adapter, address, server_model="extended", **settings).agrees
         of_base = check_server(adapter, address, server_model=named[0], **settings)
-        assert (of_base.verdict, of_base.rule) == ("another", "fitted without the adapter")
+        assert (of_base.verdict, of_base.rule) == ("another", "llama3 without the adapter")
 
 
 def words_for_vllm(folder: Path) -> list[list[str]]:

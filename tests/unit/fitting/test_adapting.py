@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from attention_models import ORIGINAL
 from hf_posenc import load_extended, patched, save_extended, verify_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.errors import InvalidRequestError, UnknownNameError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError
 from hf_posenc.fitting import adapting, short_matching
 from hf_posenc.fitting.adapting import Adapter
-from hf_posenc.fitting.config import FitConfig
+from hf_posenc.fitting.config import AdaptConfig, FitConfig
 from hf_posenc.fitting.cost import cost_in_words
 from hf_posenc.fitting.fitting import FitResult, fit_method
 from hf_posenc.patching.presets import Preset
@@ -25,19 +26,17 @@ from model_types import sharp_model as sharp_type
 from tiny_models import assert_same_state, logits, state, token_ids
 
 TEXTS = [load_novel(name)[20000:25000] for name in ("emma", "mansfieldpark", HELD_OUT_NOVEL)]
+FEW_STEPS = {"rule": "ntk", "steps": 40, "short_steps": 6}
 
 
 def config(**changes: Any) -> FitConfig:
     settings: dict[str, Any] = {
         "context_length": 1024,
-        "start": "ntk",
-        "steps": 5,
-        "layers": 2,
         "max_texts": 2,
         "compare": ["none", "ntk"],
         "held_out_numbers": 0,
         "hide_progress": True,
-        "adapt_options": {"steps": 40, "short_steps": 6},
+        "adapt_options": FEW_STEPS,
     }
     return FitConfig(**{**settings, **changes})
 
@@ -78,7 +77,7 @@ def test_layers_attend_more_like_the_teacher_on_a_text_that_was_not_fitted_on(fi
         teacher = attention_outputs(model, ids)[0]
 
     def error() -> float:
-        with patched(model, "fitted", context_length=1024, **result.options):
+        with patched(model, result.method, context_length=1024, **result.options):
             found = attention_outputs(model, ids)[0]
         return float((found - teacher).square().sum() / teacher.square().sum())
 
@@ -95,8 +94,10 @@ def test_layers_attend_more_like_the_teacher_on_a_text_that_was_not_fitted_on(fi
 
 def test_the_adapted_model_reads_better_and_is_judged(fit: dict[str, Any]) -> None:
     records = fit["result"].records
-    adapted, rule = (records[name][-1].perplexity for name in ("adapted", "fitted"))
-    assert adapted < rule < records["ntk"][-1].perplexity
+    assert list(records) == ["adapted", "none", "ntk"]
+    adapted, rule = (records[name][-1] for name in ("adapted", "ntk"))
+    assert adapted.perplexity < 0.9 * rule.perplexity
+    assert (adapted.method, adapted.options) == (rule.method, rule.options)
     assert records["adapted"][-1].label == "adapted"
     verdict = fit["result"].verdict
     assert verdict.better
@@ -112,7 +113,7 @@ def extended(result: FitResult, *, merged: bool) -> Any:
     from hf_posenc import patch_model
 
     assert result.adapter is not None
-    model = patch_model(load_tiny(), "fitted", context_length=1024, **result.options)
+    model = patch_model(load_tiny(), result.method, context_length=1024, **result.options)
     wrapped = result.adapter.wrap(model)
     return wrapped.merge_and_unload() if merged else wrapped
 
@@ -202,7 +203,7 @@ def test_another_number_of_steps_on_short_texts_fits_no_layer_again(
     fit: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_model_path()), load_tiny()
-    fewer = {"steps": 40, "short_steps": 2}
+    fewer = FEW_STEPS | {"short_steps": 2}
     first = fit_method(model, tokenizer, TEXTS, config(adapt_options=fewer), work_dir=tmp_path).adapter
     monkeypatch.setattr(adapting, "LayerMatching", None)  # the teacher reads nothing either
     again = fit_method(model, tokenizer, TEXTS, config(), work_dir=tmp_path).adapter
@@ -217,41 +218,47 @@ def test_another_number_of_steps_on_short_texts_fits_no_layer_again(
 class Clock:
     """Time that passes only in steps: a second for one in a layer, ten for one on short texts."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, of_length: float = 0.0) -> None:
+        """Let one on short texts take so many seconds more for each token of a stretch."""
         self.now, self.in_layers, self.on_short = 100.0, 0, 0
-        error, divergence = adapting.LayerMatching._error, short_matching.divergence
+        error, divergence, draw = adapting.LayerMatching._error, short_matching.divergence, short_matching._draw
         monkeypatch.setattr("hf_posenc.fitting.budget.time.perf_counter", lambda: self.now)
 
         def of_a_layer(matching: Any, *args: Any) -> torch.Tensor:
             self.now, self.in_layers = self.now + 1, self.in_layers + 1
             return error(matching, *args)
 
+        def drawn(*args: Any) -> torch.Tensor:
+            self.drawn = draw(*args)
+            return self.drawn
+
         def of_short_texts(*args: Any) -> torch.Tensor:
-            self.now, self.on_short = self.now + 10, self.on_short + 1
+            self.now, self.on_short = self.now + 10 + of_length * self.drawn.shape[1], self.on_short + 1
             return divergence(*args)
 
         monkeypatch.setattr(adapting.LayerMatching, "_error", of_a_layer)
+        monkeypatch.setattr(short_matching, "_draw", drawn)
         monkeypatch.setattr(short_matching, "divergence", of_short_texts)
 
 
 def test_a_budget_takes_fewer_steps_in_layers_and_on_short_texts(tmp_path: Path, monkeypatch: Any) -> None:
     """Six layers and four texts, two of them in pieces.
 
-    Twenty steps are timed; of the 230 seconds that are left three fifths are for 23 steps in each layer. Then one step
-    on short texts is timed, and 82 seconds are left.
+    Twenty steps are timed; of the 230 seconds that are left three fifths are for 23 steps in each layer. Then three on
+    short texts are timed, and 62 seconds are left.
     """
     clock = Clock(monkeypatch)
-    request = config(steps=0, held_out=0, budget=250.0, adapt_options={"steps": 40, "short_steps": 40})
+    request = config(held_out=0, budget=250.0, adapt_options={"steps": 40, "short_steps": 40})
     texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
     result = fit_method(load_tiny(), None, texts, request, work_dir=tmp_path)
-    assert (clock.in_layers, clock.on_short) == (20 + 6 * 23, 1 + 8)
-    assert {name: result.facts["adapted"][name] for name in ("steps", "short_steps")} == {"steps": 23, "short_steps": 8}
-    fewer = {"steps": 23, "short_steps": 8}
-    none = config(steps=0, held_out=0, budget=250.0, adapt_options={"steps": 40, "short_steps": 0})
+    assert (clock.in_layers, clock.on_short) == (20 + 6 * 23, 3 + 6)
+    assert {name: result.facts["adapted"][name] for name in ("steps", "short_steps")} == {"steps": 23, "short_steps": 6}
+    fewer = {"steps": 23, "short_steps": 6}
+    none = config(held_out=0, budget=250.0, adapt_options={"steps": 40, "short_steps": 0})
     assert fit_method(load_tiny(), None, texts, none, work_dir=tmp_path).facts["adapted"]["short_steps"] == 0
     again = fit_method(load_tiny(), None, texts, request, work_dir=tmp_path)
-    assert (clock.in_layers, clock.on_short) == (20 + 6 * 23, 1 + 8)
-    alone = fit_method(load_tiny(), None, texts, config(steps=0, held_out=0, adapt_options=fewer))
+    assert (clock.in_layers, clock.on_short) == (20 + 6 * 23, 3 + 6)
+    alone = fit_method(load_tiny(), None, texts, config(held_out=0, adapt_options=fewer))
     for adapter in (again.adapter, alone.adapter):
         assert adapter is not None
         assert result.adapter is not None
@@ -259,8 +266,18 @@ def test_a_budget_takes_fewer_steps_in_layers_and_on_short_texts(tmp_path: Path,
         assert all(torch.equal(weight, adapter.weights[name]) for name, weight in result.adapter.weights.items())
 
 
-def test_a_budget_keeps_time_for_the_rule_the_measurement_and_each_seed(monkeypatch: Any) -> None:
-    """Of 1100 seconds, 400 are kept to measure four rules; a second seed has what the first one leaves."""
+def test_a_budget_knows_that_longer_stretches_take_more(monkeypatch: Any) -> None:
+    """Of the original length 256; steps on 16, 64 and 256 tokens take 18, 42 and 138 seconds, 46 on average."""
+    clock = Clock(monkeypatch, of_length=0.5)
+    request = config(held_out=0, budget=1000.0, adapt_options={"steps": 40, "short_steps": 40})
+    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
+    result = fit_method(load_tiny(), None, texts, request)
+    assert result.facts["adapted"]["short_steps"] == (1000 - 20 - 6 * 40 - (18 + 18 + 42)) // 46
+    assert 900 < clock.now - 100 <= 1000
+
+
+def test_a_budget_keeps_time_for_the_measurement_and_each_seed(monkeypatch: Any) -> None:
+    """Of 1100 seconds, 300 are kept to measure three rules; a second seed has what the first one leaves."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr("hf_posenc.fitting.fitting.time_pass", lambda rotary, ids: 100.0)
     monkeypatch.setattr("hf_posenc.fitting.fitting.measure_rows", lambda run, *rest: ({}, [str(run.budget.left)]))
@@ -273,18 +290,18 @@ def test_a_budget_keeps_time_for_the_rule_the_measurement_and_each_seed(monkeypa
 
     monkeypatch.setattr(Adapter, "__init__", noted)
     texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0), token_ids(1024)[0].roll(1)]
-    request = config(steps=0, seeds=2, budget=1100.0, adapt_options={"steps": 100, "short_steps": 40})
+    request = config(seeds=2, budget=1100.0, adapt_options={"steps": 100, "short_steps": 40})
     fit_method(load_tiny(), None, texts, request)
-    # 680 seconds x 1/2 x 3/5 / 6 layers, then 466 x 1/2 / 10; of the 236 that are left as much for the second.
-    assert taken == [(34, 23), (21, 8)]
-    assert clock.now - 100 <= 700
+    # After 20 seconds of timing 780 x 1/2 x 3/5 / 6 layers, after 30 more 516 x 1/2 / 10; then of 266 for the second.
+    assert taken == [(39, 25), (24, 7)]
+    assert clock.now - 100 <= 800
 
 
 def test_a_budget_that_is_too_short_for_the_layers(tmp_path: Path, monkeypatch: Any) -> None:
     Clock(monkeypatch)
     texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
     with pytest.raises(InvalidRequestError, match=r"60 s is too short: 20 steps in each layer need 3\.7 min in all"):
-        fit_method(load_tiny(), None, texts, config(steps=0, held_out=0, budget=60.0), work_dir=tmp_path)
+        fit_method(load_tiny(), None, texts, config(held_out=0, budget=60.0), work_dir=tmp_path)
 
 
 def test_the_changes_of_each_seed_are_measured_with_its_own_rule() -> None:
@@ -305,9 +322,7 @@ def test_texts_in_pieces_are_read_as_the_unextended_model_reads_each_piece() -> 
     model, ids = load_tiny(), token_ids(1000)[0]
     read: list[torch.Tensor] = []
     hook = model.model.register_forward_hook(lambda module, args, output: read.append(output.last_hidden_state))
-    request = config(
-        context_length=1000, max_texts=1, held_out=0, start="ntk", steps=0, adapt_options={"steps": 1, "short_steps": 0}
-    )
+    request = config(context_length=1000, max_texts=1, held_out=0, adapt_options={"steps": 1, "short_steps": 0})
     fit_method(model, None, [ids, ids.flip(0)], request)
     hook.remove()
     [whole, pieces] = next(states for states in read if states.shape[:2] == (2, 1000))
@@ -327,13 +342,13 @@ def test_steps_on_short_texts_bring_the_distributions_back(fit: dict[str, Any], 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
 
     def adapter(short_steps: int) -> Adapter | None:
-        request = config(held_out=0, adapt_options={"steps": 40, "short_steps": short_steps})
+        request = config(held_out=0, adapt_options=FEW_STEPS | {"short_steps": short_steps})
         return fit_method(load_tiny(), tokenizer, TEXTS[:2], request, work_dir=tmp_path).adapter
 
     def divergence(adapter: Adapter | None) -> float:
         assert adapter is not None
         model = load_tiny()
-        with patched(model, "fitted", context_length=1024, **result.options), adapter.applied(model):
+        with patched(model, result.method, context_length=1024, **result.options), adapter.applied(model):
             found = logits(model, ids.view(2, 256)).log_softmax(-1)
         return float(torch.nn.functional.kl_div(found, right, log_target=True, reduction="sum")) / 512
 
@@ -353,28 +368,43 @@ def test_the_divergence_is_that_of_pytorch() -> None:
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize("start", ["yarn", "folder", "preset"])
-def test_the_rule_to_begin_at_is_kept_without_steps(
-    start: str, fit: dict[str, Any], tmp_path: Path, monkeypatch: Any
-) -> None:
-    wanted: dict[str, Any] = {"method": "yarn", "context_length": 1024}
-    if start != "yarn":
-        wanted = {"method": "fitted", "context_length": 1024, **fit["result"].options}
-    if start == "folder":
-        start = str(fit["result"].save(tmp_path / "rule.json"))
-    elif start == "preset":
-        preset = Preset("tiny-4x", "", ("llama",), "fitted", 4.0, 256, (), "", fit["result"].options)
+@pytest.mark.parametrize("rule", ["yarn", "folder", "preset"])
+def test_the_rule_is_kept(rule: str, tmp_path: Path, monkeypatch: Any) -> None:
+    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
+    fitted = fit_method(load_tiny(), None, texts, config(held_out=0, adapt_options=None, steps=2, layers=2))
+    wanted = ("yarn", {}) if rule == "yarn" else ("fitted", fitted.options)
+    if rule == "folder":
+        rule = str(fitted.save(tmp_path / "rule.json"))
+    elif rule == "preset":
+        preset = Preset("tiny-4x", "", ("llama",), "fitted", 4.0, 256, (), "", fitted.options)
         monkeypatch.setattr("hf_posenc.patching.presets.presets", lambda: {"preset": preset})
-    request = config(start=start, steps=0, held_out=0, adapt_options={"steps": 1, "short_steps": 0})
-    result = fit_method(load_tiny(), None, [token_ids(1024)[0], token_ids(1024)[0].flip(0)], request)
+    request = config(held_out=0, adapt_options={"rule": rule, "steps": 1, "short_steps": 0})
+    result = fit_method(load_tiny(), None, texts, request)
     assert result.steps == []
-    with patched(load_tiny(), **wanted) as model, patched(load_tiny(), "fitted", **result.options) as other:
-        torch.testing.assert_close(logits(other, token_ids(700)), logits(model, token_ids(700)), rtol=0, atol=1e-3)
+    assert (result.method, json.loads(json.dumps(result.options))) == wanted
+    with pytest.raises(InvalidRequestError, match="no rule was fitted"):
+        result.save(tmp_path / "again.json")
 
 
-def test_a_preset_of_another_model_is_no_start() -> None:
+@pytest.mark.parametrize("rule", ["linear", "ntk"])
+def test_layers_are_fitted_under_the_rule_of_every_pair(rule: str, monkeypatch: Any) -> None:
+    """The fast pairs too, which a fitted rule leaves alone."""
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        "hf_posenc.fitting.fitting.RuleAttention",
+        lambda rotary, parameters, rotation: seen.append(parameters.inv_freq()),
+    )
+    monkeypatch.setattr("hf_posenc.fitting.fitting.adapt", lambda *args, **rest: Adapter(AdaptConfig(), (), {}))
+    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
+    fit_method(load_tiny(), None, texts, config(held_out=0, adapt_options={"rule": rule}))
+    with patched(load_tiny(), rule, context_length=1024) as model:
+        torch.testing.assert_close(seen[0], model.model.rotary_emb.inv_freq, rtol=1e-5, atol=0)
+
+
+def test_a_preset_of_another_model_is_no_rule() -> None:
+    request = config(held_out=0, adapt_options={"rule": "smollm2-135m-fitted-4x"})
     with pytest.raises(InvalidRequestError, match="trained on 8192 tokens, this one's config says 256"):
-        fit_method(load_tiny(), None, [token_ids(1024)[0]], config(start="smollm2-135m-fitted-4x", held_out=0))
+        fit_method(load_tiny(), None, [token_ids(1024)[0]], request)
 
 
 def test_projections_that_are_kept_change_nothing(monkeypatch: Any) -> None:
@@ -383,7 +413,7 @@ def test_projections_that_are_kept_change_nothing(monkeypatch: Any) -> None:
         yield lambda row: None
 
     texts = [token_ids(512)[0], token_ids(512)[0].flip(0)]
-    request = config(context_length=512, steps=1, held_out=0, adapt_options={"steps": 4, "short_steps": 0})
+    request = config(context_length=512, held_out=0, adapt_options={"steps": 4, "short_steps": 0})
     kept = fit_method(load_tiny(), None, texts, request).adapter
     monkeypatch.setattr(adapting, "_kept_projections", computed_anew)
     anew = fit_method(load_tiny(), None, texts, request).adapter
@@ -399,7 +429,7 @@ def test_families(model_type: str) -> None:
     model = sharp_type(model_type)
     original = model.config.max_position_embeddings
     texts = [token_ids(2 * original)[0], token_ids(2 * original)[0].flip(0)]
-    settings: dict[str, Any] = {"max_texts": 1, "compare": ["none"], "keep_rotations": 1e9}
+    settings: dict[str, Any] = {"max_texts": 1, "compare": ["none"]}
     request = config(context_length=2 * original, adapt_options={"steps": 120, "short_steps": 1}, **settings)
     result = fit_method(model, None, texts, request)
     assert result.adapter is not None
@@ -408,7 +438,7 @@ def test_families(model_type: str) -> None:
 
 def test_the_unextended_model_is_a_teacher_within_its_length(fit: dict[str, Any]) -> None:
     texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
-    result = fit_method(load_tiny(), None, texts, config(teacher="none", max_texts=1, steps=2, held_out=0))
+    result = fit_method(load_tiny(), None, texts, config(teacher="none", max_texts=1, held_out=0))
     assert result.adapter is not None
     assert all(after < before for before, after in result.adapter.errors)
 
@@ -420,12 +450,11 @@ def test_the_unextended_model_is_a_teacher_within_its_length(fit: dict[str, Any]
         ({"adapt_options": {"rank": 0}}, InvalidRequestError, "rank.*0"),
         ({"adapt_options": {"short_share": 2}}, InvalidRequestError, "short_share.*2"),
         ({"adapt_options": {"short_rate": 0}}, InvalidRequestError, "short_rate.*0"),
-        ({"adapt_options": None, "steps": 0}, InvalidRequestError, "steps.*adapt"),
-        ({"start": "grid", "steps": 0}, InvalidRequestError, "'grid'"),
-        ({"start": "nowhere/rule.json"}, UnknownNameError, "'nowhere/rule.json'"),
-        ({"start": "dca"}, InvalidRequestError, "'dca'"),
+        ({"adapt_options": {"rule": "nowhere/rule.json"}}, UnknownNameError, "'nowhere/rule.json'"),
+        ({"adapt_options": {"rule": "dca"}}, InvalidRequestError, "'dca'"),
+        ({"adapt_options": {"rule": 4}}, InvalidTypeError, "rule.*4"),
         ({"teacher": "yarn"}, InvalidRequestError, "'yarn'"),
-        ({"take_best": True}, InvalidRequestError, "take_best"),
+        ({"steps": 50, "take_best": True}, InvalidRequestError, "leave out steps, take_best"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], kind: type[Exception], values: str) -> None:

@@ -23,12 +23,10 @@ torch.set_num_threads(1)
 for objective, target in json.loads(sys.argv[1]):
     model, tokenizer = load_model(tiny_model_path(), dtype="float32", device="cpu")
     texts = [torch.arange(target) % 2048]
-    settings = {"steps": 0, "adapt_options": {"steps": 4, "short_steps": 3}}
+    settings = {"adapt_options": {"steps": 4, "short_steps": 3}}
     if objective != "adapt":
-        settings = {"steps": 2, "objectives": [objective]}
-    config = FitConfig(
-        context_length=target, held_out=0, queries=64, layers=6, block=128, hide_progress=True, **settings
-    )
+        settings = {"steps": 2, "objectives": [objective], "queries": 64, "layers": 6, "block": 128}
+    config = FitConfig(context_length=target, held_out=0, hide_progress=True, **settings)
     for repeat in range(2):  # at first, oneDNN compiles kernels and keeps them
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

@@ -47,7 +47,7 @@ def test_where_a_rule_comes_from(folder: Path, tmp_path: Path, source: str) -> N
     """The target is the fitted one; frequencies and the attention factor are the rule's, divided here."""
     path = {"folder": folder, "manifest": folder / "context_extension.json"}.get(source)
     if path is None:
-        result = FitResult(RULE, None, {}, {}, [], {"teacher": "dca"}, 1.0)
+        result = FitResult("fitted", RULE, None, {}, {}, [], {"teacher": "dca"}, 1.0)
         path = result.save(tmp_path / "rule.json")
         assert json.loads(path.read_text())["fitted_on"] == {"teacher": "dca"}
     model = patch_model(sharp_model("Llama"), "fitted", source=path)
