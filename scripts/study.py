@@ -36,7 +36,7 @@ class Row:
         rule: Keywords of ``patch_model``; None reads the model as it is, and a trained one with the rule of its
             training.
         training: Settings of FinetuneConfig; None trains nothing.
-        fit: Settings of FitConfig, by which a rule is fitted, and changed weights if they say so; None fits nothing.
+        fit: Settings of FitConfig, by which a rule is fitted, or weights are changed; None fits nothing.
         documents: That it is trained or fitted on; None: those of the study.
         model: Its folder; None: that of the study.
     """

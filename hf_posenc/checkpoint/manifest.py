@@ -51,7 +51,7 @@ def make_manifest(
         rotary: The extended model.
         tokens_trained: Tokens it was fine-tuned on since; None where others trained it, and did not say.
         base_model: Where the unextended model came from; None to take it from the config.
-        fitted_on: What a fitted rule was fitted on, and how; None for any other.
+        fitted_on: What a rule or changed weights were fitted on, and how; None for what was not fitted.
     """
     extension = extension_of(rotary)
     if extension is None:

@@ -23,6 +23,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.fitting.config import WORK_FILES, FitConfig
 
 if TYPE_CHECKING:
+    from hf_posenc.evaluation.records import Record
     from hf_posenc.fitting.fitting import FitResult
     from hf_posenc.publishing.repository import Repository
 
@@ -124,7 +125,7 @@ def _in_words(result: FitResult) -> str:
         lines += [f"  {name}: {found}" for name, found in result.numbers_found.items()]
     if result.verdict is not None:
         lines += ["", *result.verdict.lines]
-        if result.verdict.better is False:
+        if result.verdict.better is False and result.adapter is None:
             taken = "it is saved instead" if "instead" in result.facts else "--take-best saves it instead"
             lines.append(f"{result.verdict.best} is the better one: {taken}")
     return "\n".join([*lines, "", f"fitted and measured in {duration_name(result.seconds)}"])
@@ -173,12 +174,15 @@ def _save(
         base_model=name,
         fitted_on={**result.facts, "documents": documents},
         # The file in the work folder has those of requests before this one too.
-        records=[record for name, row in result.records.items() if _is_saved(name, result) for record in row],
+        records=[record for row in result.records.values() for record in row if _is_saved(record, result)],
         card=True,
         push_to_hub=repository,
     )
 
 
-def _is_saved(row: str, result: FitResult) -> bool:
-    """Return whether a row is kept for the card: all but the rule alone, if weights were changed for it."""
-    return result.adapter is None or row != result.method
+def _is_saved(record: Record, result: FitResult) -> bool:
+    """Return whether a record is kept for the card: all but those of the rule alone, if weights were changed for it."""
+    if record.label or result.adapter is None:
+        return True
+    own = next(iter(result.records.values()))[0]
+    return (record.method, record.options) != (own.method, own.options)

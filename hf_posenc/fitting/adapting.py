@@ -52,7 +52,8 @@ logger = logging.getLogger(__name__)
 _SEPARATE = ("q_proj", "k_proj")
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv")
 TOKENS_IN_PIECES = 4096  # of a step that takes every query of some pieces
-_OF_SHORT_TEXTS = ("short_steps", "short_rate")  # settings of what is done after the layers are fitted
+# Settings that decide no layer: those of what is done afterwards, and the name of the rule, which is in the identity.
+_NOT_OF_LAYERS = ("short_steps", "short_rate", "rule")
 _SHARE_OF_LAYERS = 0.6  # of the time that a budget leaves; the rest is for steps on short texts
 
 
@@ -419,7 +420,7 @@ def adapt(
     """
     from peft import get_peft_model_state_dict
 
-    of_layers = {name: value for name, value in vars(config).items() if name not in _OF_SHORT_TEXTS}
+    of_layers = {name: value for name, value in vars(config).items() if name not in _NOT_OF_LAYERS}
     limit = [] if budget.seconds is None else [budget.seconds]
     folder = folder / f"adapter-{hash_json([identity, of_layers, *limit])}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -166,14 +166,12 @@ class FitConfig:
     )
     compare: list[str] = field(
         default_factory=lambda: list(PUBLISHED),
-        metadata={
-            "help": "static methods to compare the fitted one with on the held-out texts; none: the model as it is"
-        },
+        metadata={"help": "static methods to compare the result with on the held-out texts; none: the model as it is"},
     )
     held_out_numbers: int = setting(
         24,
         whole(0),
-        "numbers hidden in a held-out text that the fitted rule, and the published one of the lowest perplexity, are "
+        "numbers hidden in a held-out text that the result, and the published rule of the lowest perplexity, are "
         "asked for at the target length; 0: none",
     )
     take_best: bool = setting(

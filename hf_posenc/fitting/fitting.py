@@ -71,7 +71,8 @@ class FitResult:
         records: What was measured on the held-out texts, by the method of each row.
         numbers_found: How many numbers hidden in a held-out text were found, by the method of each row.
         steps: What each step measured.
-        facts: What was fitted on and how, for the manifest: teacher, objectives, steps, seed, texts, tokens.
+        facts: What was fitted on and how, for the manifest: teacher, seed, texts, tokens, and objectives and steps of
+            a rule, or under ``adapted`` the settings of changed weights.
         seconds: How long all of it took.
         adapter: The low-rank changes of the weights that go with the rule; None where no weight changes.
     """
@@ -120,11 +121,12 @@ def fit_method(
     work_dir: str | Path | None = None,
     model_name: str | None = None,
 ) -> FitResult:
-    """Fit a divisor for each slow pair of features, and one temperature, to a model; its weights do not change.
+    """Fit a rule to a model, with all weights frozen, or low-rank changes of its weights to a rule.
 
-    With ``config.adapt_options``, the rule is one that is there, and low-rank changes of the query and key projections
-    are fitted to it (``FitResult.adapter``). Either way the rule is static: servers run it. The result is compared with
-    published rules on held-out documents, and is called better only where the paired interval says so.
+    A rule is a divisor for each slow pair of features, and one temperature. With ``config.adapt_options``, it is one
+    that is there, and the query and key projections are changed for it (``FitResult.adapter``). Either way it is
+    static: servers run it. The result is compared with published rules on held-out documents, and is called better only
+    where the paired interval says so.
 
     Args:
         model: A loaded model with a rotary embedding, not extended; it is left as it was.
@@ -137,7 +139,7 @@ def fit_method(
         model_name: The model in records; None takes where it was loaded from.
 
     Returns:
-        The rule and what was measured.
+        The rule, the changes of the weights if there are any, and what was measured.
 
     Raises:
         TypeError, ValueError: A setting that cannot be, documents that are too short, a model that is extended already
@@ -231,10 +233,16 @@ def _check_start(rotary: RotaryModel, spec: RopeSpec, config: FitConfig) -> None
         preset_for(name, rotary.text_config)
     if name != GRID:
         factor = config.context_length / spec.original_max_position_embeddings
-        inv_freq, _ = rule_of(name, factor).frequencies(spec)
+        rule = rule_of(name, factor)
+        inv_freq, _ = rule.frequencies(spec)
         if not bool((inv_freq[: spec.rotated_pairs] > 0).all()):
             raise InvalidRequestError(
                 f"{argument(where)} takes a method that rotates every pair of features, got {name!r}."
+            )
+        if config.adapt is not None and not torch.equal(rule.frequencies(spec, config.context_length)[0], inv_freq):
+            raise InvalidRequestError(
+                f"{argument('adapt')} changes weights for one list of frequencies, and {name!r} has another one for "
+                "long texts: give a rule with one."
             )
     if not config.fit_temperature and bool((rotations_in_training(spec) >= config.keep_rotations).all()):
         raise InvalidRequestError(
@@ -395,12 +403,14 @@ def _fit_weights(run: FitRun, seed: int) -> _Fit:
         original=run.original,
         seed=seed,
         folder=run.folder,
-        identity=hash_json([facts, row, of_teacher]),
+        identity=hash_json([facts, row, of_teacher, run.spec.rope_theta, run.original]),
         budget=run.budget,
         share=1 / (config.seed + config.seeds - seed),  # as much for each seed to come
         show_progress=not config.hide_progress,
     )
-    facts["adapted"] = {"modules": list(adapter.modules), **vars(adapter.settings)}
+    # The rule itself is kept beside, as a method with its options: not where it was.
+    settings_kept = {name: value for name, value in vars(adapter.settings).items() if name != "rule"}
+    facts["adapted"] = {"modules": list(adapter.modules), **settings_kept}
     return _Fit(method.name, method.changed_options(), adapter, [], facts)
 
 

@@ -21,7 +21,7 @@ class Verdict:
     Attributes:
         better: Whether the fitted rule is better than every compared one at the target length; False if one of these
             is better than it, None if they cannot be told apart or none is compared.
-        best: The method to take: ``"fitted"``, or the compared one that is better.
+        best: The row to take: ``"fitted"`` or ``"adapted"``, or the compared method that is better.
         lines: Why, in words.
     """
 
@@ -36,11 +36,11 @@ def judged_row(rows: Collection[str]) -> str:
 
 
 def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict:
-    """Compare the fitted rule, or the adapted model if there is one, with the others by paired intervals.
+    """Compare the fitted rule, or the adapted model, with the others by paired intervals.
 
     Args:
-        rows: The records of each row by its method, ``"fitted"`` among them; ``"none"`` is the unextended model, which
-            need not reach the target length.
+        rows: The records of each row by its name, ``"fitted"`` or ``"adapted"`` among them; ``"none"`` is the
+            unextended model, which need not reach the target length.
     """
     by_length = {name: {record.context_length: record for record in records} for name, records in rows.items()}
     subject = judged_row(rows)
@@ -54,15 +54,15 @@ def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict:
             "cost against the unextended model: "
             + ", ".join(f"{cost} at {length_name(length)}" for length, cost in costs)
         )
-    return Verdict(better, best, tuple(lines))
+    return Verdict(better, best or subject, tuple(lines))
 
 
 def _against_rivals(
     ours: Mapping[int, Record], rivals: Mapping[str, Mapping[int, Record]], subject: str
-) -> tuple[bool | None, str, list[str]]:
-    """Return the attributes of the verdict about published rules, whose records are given by length."""
+) -> tuple[bool | None, str | None, list[str]]:
+    """Return the verdict about published rules, whose records are given by length, and which of them is better."""
     if not rivals:
-        return None, FITTED, []
+        return None, None, []
     target = max(ours)
     target_name = length_name(target)
     ratios = {name: paired_interval(ours[target], found[target]) for name, found in rivals.items()}
@@ -81,7 +81,7 @@ def _against_rivals(
     for length in sorted(set(ours) - {target}):
         name = min(rivals, key=lambda one: rivals[one][length].perplexity)
         lines.append(f"at {length_name(length)}: {_against(paired_interval(ours[length], rivals[name][length]), name)}")
-    return better, best if lower else FITTED, lines
+    return better, best if lower else None, lines
 
 
 def _against(ratio: Ratio, name: str) -> str:

@@ -62,7 +62,7 @@ class CardFacts:
         repo_id: Its name on the Hub; None where it is not pushed.
         revision: The branch that it is pushed to; None for the main one.
         tokens_trained: Tokens it was fine-tuned on, over all runs; None where that is not known.
-        fitted_on: What a fitted rule was fitted on, and how, as the manifest has it; None for any other.
+        fitted_on: What a rule or changed weights were fitted on, as in the manifest; None if nothing was fitted.
         records: Perplexities of the model and of what it is compared with; those of ``run`` are not among them.
         run: The fine-tuning run that ended with this model; None if there is none.
     """

@@ -47,7 +47,7 @@ def save_extended(
             one, the settings of a processor are copied from where the model came from.
         tokens_trained: Tokens it was fine-tuned on since, for the manifest; None if that is not known.
         base_model: Where the unextended model came from; None to take it from the config.
-        fitted_on: For the manifest: what a fitted rule was fitted on, and how (``FitResult.facts``).
+        fitted_on: For the manifest: what a rule or changed weights were fitted on, and how (``FitResult.facts``).
         records: Perplexities of this model, and of those it is compared with, which the card shows as a table and a
             curve. They are saved as ``results.jsonl``.
         card: Text of the model card, README.md; True for one that says what was done, and how to load and serve the

@@ -100,7 +100,7 @@ def test_the_adapted_model_reads_better_and_is_judged(fit: dict[str, Any]) -> No
     assert (adapted.method, adapted.options) == (rule.method, rule.options)
     assert records["adapted"][-1].label == "adapted"
     verdict = fit["result"].verdict
-    assert verdict.better
+    assert (verdict.better, verdict.best) == (True, "adapted")
     assert "the adapted model" in verdict.lines[0]
 
 
@@ -399,6 +399,27 @@ def test_layers_are_fitted_under_the_rule_of_every_pair(rule: str, monkeypatch: 
     fit_method(load_tiny(), None, texts, config(held_out=0, adapt_options={"rule": rule}))
     with patched(load_tiny(), rule, context_length=1024) as model:
         torch.testing.assert_close(seen[0], model.model.rotary_emb.inv_freq, rtol=1e-5, atol=0)
+
+
+def test_a_rule_with_another_list_for_long_texts_is_refused(tmp_path: Path) -> None:
+    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
+    fitted = fit_method(load_tiny(), None, texts, config(held_out=0, adapt_options=None, steps=1, short_list="plain"))
+    request = config(held_out=0, adapt_options={"rule": str(fitted.save(tmp_path / "rule.json"))})
+    with pytest.raises(InvalidRequestError, match=r"rule\.json.*another one for long texts"):
+        fit_method(load_tiny(), None, texts, request)
+
+
+def test_layers_of_another_original_length_are_fitted_again(tmp_path: Path) -> None:
+    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
+    request = config(held_out=0, adapt_options={"steps": 1, "short_steps": 0})
+    errors = []
+    for length in (256, 128):
+        model = load_tiny()
+        model.config.max_position_embeddings = length
+        result = fit_method(model, None, texts, request, work_dir=tmp_path)
+        assert result.adapter is not None
+        errors.append(result.adapter.errors)
+    assert errors[0] != errors[1]
 
 
 def test_a_preset_of_another_model_is_no_rule() -> None:
