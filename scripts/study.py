@@ -78,11 +78,6 @@ class Texts:
         ]
 
 
-def run_folder(folder: Path, name: str) -> Path:
-    """Return where the run of a row is kept, in the folder of its study."""
-    return folder / "runs" / name.replace(",", "").replace(" ", "-")
-
-
 class Study:
     """A folder that is one study, by the settings it was started with, and what all its rows are made from."""
 
@@ -106,6 +101,9 @@ class Study:
             raise SystemExit(f"{folder} holds a study with other settings ({file.name}). Give another --output-dir.")
         write_whole(file, text)
 
+    def run_folder(self, name: str) -> Path:
+        return self.folder / "runs" / name.replace(",", "").replace(" ", "-")
+
     def run(self, row: Row, *texts: Texts, **facts: Any) -> None:
         """Measure what is left of the texts of a row; ``facts`` are noted in its records."""
         if left := [one for one in texts if one.left(row.name)]:
@@ -121,7 +119,7 @@ class Study:
         Yields:
             Model, tokenizer and how many tokens it was trained on.
         """
-        folder, source, rule = run_folder(self.folder, row.name), row.model or self.model, row.rule
+        folder, source, rule = self.run_folder(row.name), row.model or self.model, row.rule
         documents = self.documents if row.documents is None else row.documents
         if row.training is not None:
             if not (folder / MANIFEST).is_file():

@@ -29,7 +29,7 @@ from hf_posenc.reporting.looks import INK, Look, numbered_look
 from hf_posenc.reporting.plot import Chart, Line, draw_chart
 from hf_posenc.utils.files import write_whole
 from pretrain_tiny import CONTEXT
-from study import Row, Study, Texts, run_folder
+from study import Row, Study, Texts
 
 Found = dict[str, dict[int, Record]]  # by row and length
 LENGTHS = (256, 512, 1024, 2048)
@@ -164,7 +164,7 @@ class Budgets:
         steps = {"seq_len": window, "per_device_train_batch_size": max(1, STEP_TOKENS // window)}
         training = {**SHARED, **settings, **steps, "context_length": way.target, "token_budget": budget}
         self.measure(replace(row, training=training))
-        shutil.rmtree(run_folder(self.study.folder, row.name))  # the numbers are what is kept
+        shutil.rmtree(self.study.run_folder(row.name))  # the numbers are what is kept
 
     def upper_bound(self, target: int) -> None:
         folder = self.folder / f"from-the-start-{target}"

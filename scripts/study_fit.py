@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
-from study import FITTED_RULE, Row, Study, Texts, run_folder
+from study import FITTED_RULE, Row, Study, Texts
 
 TARGET = 1024
 LENGTHS = (256, 512, 1024)
@@ -59,14 +59,13 @@ ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def rows_of(folder: Path) -> list[Row]:
-    """Return all rows of the study in a folder."""
+def rows_of(study: Study) -> list[Row]:
     rows = [Row(name, None if name == "none" else {"method": name, "context_length": TARGET}) for name in PUBLISHED]
     rows += [Row(name, fit={**SHARED, **changes}) for name, changes in VARIANTS.items()]
     shared = {name: SHARED[name] for name in ("context_length", "max_texts")}
     for name, (of_weights, changes) in ADAPTED.items():
         if of_weights.get("rule") == RULE:
-            of_weights = {"rule": str(run_folder(folder, RULE) / FITTED_RULE)}
+            of_weights = {"rule": str(study.run_folder(RULE) / FITTED_RULE)}
         rows.append(Row(name, fit={**shared, "adapt_options": of_weights, **changes}))
     return rows
 
@@ -74,7 +73,7 @@ def rows_of(folder: Path) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/study-fit"))
-    names = [row.name for row in rows_of(Path())]
+    names = [*PUBLISHED, *VARIANTS, *ADAPTED]
     parser.add_argument(
         "--rows", nargs="+", choices=names, default=names, metavar="NAME", help="only these: %(choices)s"
     )
@@ -84,7 +83,7 @@ def main() -> None:
     study = Study(args.output_dir, tiny_model_path(), novels, settings)
     protocol = {"cut": True, "max_documents": 16, "max_tokens": PIECE, "progress": False}
     texts = Texts(args.output_dir / "results.jsonl", [load_novel(HELD_OUT_NOVEL)], LENGTHS, protocol)
-    rows = rows_of(args.output_dir)
+    rows = rows_of(study)
     for row in (row for row in rows if row.name in args.rows):
         study.run(row, texts, model_name="tiny")
         study.write({"results": texts.lines(rows)})
