@@ -8,9 +8,8 @@ arXiv:2410.10254, section 3.1); here it moves a position rule. Then all changes 
 (``short_matching``), because the small errors of many layers add up. The rule is one that is there: ``llama3`` keeps
 the pairs that rotate within short texts, which is what costs them least, and servers know it by name.
 
-Each text is read twice: as a whole, of which a step takes some queries, and cut into pieces of a quarter of the
-original length, of which it takes every query. Attention over a whole text costs most of the time, and most requests
-are short.
+Each text is read twice: as a whole, and cut into pieces of the original length. A step takes some queries of the whole
+text, or of one piece.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import load_file
@@ -42,7 +41,7 @@ from hf_posenc.fitting.budget import Budget, Decide, Seconds
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.recording import OwnAttention
 from hf_posenc.fitting.rule_attention import RuleAttention, extended_layers, seen_keys
-from hf_posenc.fitting.short_matching import low_rank_weights, match_short_texts
+from hf_posenc.fitting.short_matching import BETAS, low_rank_weights, match_short_texts
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_tensors
 
@@ -51,7 +50,7 @@ logger = logging.getLogger(__name__)
 # Names of the projections of queries and keys in Transformers' attention layers; the last ones hold all three at once.
 _SEPARATE = ("q_proj", "k_proj")
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv")
-TOKENS_IN_PIECES = 4096  # of a step that takes every query of some pieces
+QUERIES_IN_PIECES = 256  # of a step on a piece
 # Settings that decide no layer: those of what is done afterwards, and the name of the rule, which is in the identity.
 _NOT_OF_LAYERS = ("short_steps", "short_rate", "rule")
 _SHARE_OF_LAYERS = 0.6  # of the time that a budget leaves; the rest is for steps on short texts
@@ -127,6 +126,23 @@ class _Read(Exception):
     """Ends the call of a layer of which only the attention is wanted."""
 
 
+class _Layer(NamedTuple):
+    """An attention layer that the teacher has computed."""
+
+    module: nn.Module
+    args: tuple[Any, ...]  # it was called with
+    kwargs: dict[str, Any]
+    wanted: torch.Tensor  # output of its attention, (num_rows, length, heads, head_dim)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.wanted)
+
+    @property
+    def length(self) -> int:
+        return self.wanted.shape[1]
+
+
 class LayerMatching:
     """Stands before what each layer attends by; fits the layer's changes as soon as the teacher has computed it."""
 
@@ -154,96 +170,77 @@ class LayerMatching:
             decide: Returns how many steps are taken in each layer.
         """
         self.student, self.config, self.original, self.folder = student, config, original, folder
-        self.num_texts, self.piece, self.seed, self.decide = num_texts, max(2, original // 4), seed, decide
+        self.num_texts, self.seed, self.decide = num_texts, seed, decide
         self.began = time.perf_counter()
         self.positions: torch.Tensor | None = None
         self._teachers = {layer: attention_of(layer) for layer in text_layers(rotary)}
         self._number = len(extended_layers(rotary))  # of the layers that are fitted
         self._output: torch.Tensor | None = None  # of the teacher's attention, (batch, length, heads, head_dim)
         self._projection: nn.Linear | None = None  # W_o, where it gets that output as it is
-        self._rows: torch.Tensor | None = None  # the queries of the present step; None while the teacher reads
-        self._in_pieces = False  # whether the present step is on a text in pieces
-        self._found: torch.Tensor
+        self._fitting = False  # whether a step is taken; otherwise the teacher reads
+        self._call: AttentionCall
 
     def attend(self, call: AttentionCall) -> Output:
-        """Attend as the teacher does, or under the rule for some queries; then the layer's call ends here.
+        """Attend as the teacher does; in a step the layer's call ends here.
 
         Whole texts are read by the teacher, and pieces by the unextended model: positions are relative.
         """
-        if self._rows is not None:
-            self._found = self._under_the_rule(call, self._rows)
+        if self._fitting:
+            self._call = call
             raise _Read
         own, many = OwnAttention(self.student.inner), self.num_texts
         teacher = self._teachers[call.module] or own
         output, weights = teacher.attend(_of_part(call, slice(many)))
         attended = []
-        for start in range(0, call.query.shape[2], self.piece):
-            part = slice(many, None), slice(None), slice(start, start + self.piece)
+        for start in range(0, call.query.shape[2], self.original):
+            part = slice(many, None), slice(None), slice(start, start + self.original)
             attended.append(own.attend(_of_part(call, part)._replace(mask=None))[0])
         self._output, self._projection = torch.cat((output, torch.cat(attended, dim=1))), None
         return self._output, weights
 
-    def _under_the_rule(self, call: AttentionCall, rows: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of some queries, ``(1, num_rows, heads, head_dim)``; in pieces each sees its own piece."""
-        query, key, kwargs = call.query, call.key, call.kwargs
-        if not self._in_pieces:
-            states = self.student.rotated(query[:, :, rows], rows, None, of_queries=True)
-            keys = self.student.rotated(key, torch.arange(key.shape[2], device=key.device), None)
-            seen = seen_keys(rows, key.shape[2], kwargs)
-            return self.student.call(call._replace(query=states, key=keys, mask=seen))
-        found = []
-        for start in range(0, len(rows), self.piece):  # of which the layer got no other tokens
-            part = slice(start, start + self.piece)
-            states = self.student.rotated(query[:, :, part], rows[part], None, of_queries=True)
-            keys = self.student.rotated(key[:, :, part], rows[part], None)
-            within = rows[part] - rows[start]
-            mask = seen_keys(within, self.piece, kwargs) if kwargs.get("sliding_window") else None  # all before
-            own = call._replace(query=states, key=keys, value=call.value[:, :, part], mask=mask)
-            found.append(self.student.call(own))
-        return torch.cat(found, dim=1)
-
     def look_for_projection(self, linear: nn.Linear, args: tuple[Any, ...]) -> None:
         """Note W_o: the linear layer that gets the attention output."""
         output, states = self._output, args[0]
-        may_be = self._rows is None and output is not None and states.numel() == output.numel()
+        may_be = not self._fitting and output is not None and states.numel() == output.numel()
         if may_be and torch.equal(states.flatten(), output.flatten()):  # type: ignore[union-attr]  # not None there
             self._projection = linear
 
     def fit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Fit the changes of a layer that the teacher has just computed."""
-        if self._rows is not None or self._output is None:
+        if self._fitting or self._output is None:
             return
-        wanted, self._output = self._output, None
+        layer, self._output = _Layer(module, args, kwargs, self._output), None
         if (file := _file_of(module, self.folder)).is_file():  # fitted before the run was stopped
             return
         weights = low_rank_weights(module)
-        optimizer = torch.optim.Adam(weights.values(), self.config.learning_rate)
-        with _kept_projections(module) as begin_row:
+        optimizer = torch.optim.Adam(weights.values(), self.config.learning_rate, BETAS)
+        kept: list[dict[nn.Module, torch.Tensor]] = [{} for _ in range(self.num_texts)]
 
-            def gradients(step: int, generator: torch.Generator) -> float:
-                row = step % len(wanted)
-                self._in_pieces = row >= self.num_texts
-                begin_row(None if self._in_pieces else row)
-                drawn = self._draw(wanted.shape[1], row + step // len(wanted), generator)
-                self._rows, read = (positions.to(wanted.device) for positions in drawn)
-                optimizer.zero_grad()
-                with torch.enable_grad():
-                    error = self._error(module, args, kwargs, wanted, row, read)
-                    error.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-                return float(error.detach())
+        def gradients(step: int, generator: torch.Generator) -> float:
+            turn, row = divmod(step, layer.num_rows)
+            whole = row < self.num_texts
+            drawn, read = (self._draw if whole else self._draw_of_piece)(layer.length, row + turn, generator)
+            rows = drawn.to(layer.wanted.device)
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                found = self._under_the_rule(layer, row, rows, read, kept[row] if whole else {})
+                error = self._error(found, layer.wanted[row, rows])
+                error.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+            return float(error.detach())
 
-            self.student.begin(None, 0, 0)
-            steps = self.decide(lambda: self._cost(module, gradients, len(wanted)))
-            generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
-            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-            errors = []
-            for step in range(steps):
-                errors.append(gradients(step, generator))
-                optimizer.step()
-                schedule.step()
-        self._rows = None
-        few = max(1, min(2 * len(wanted), len(errors) // 4))
-        again = (len(errors) - few) // (4 * len(wanted)) * 4 * len(wanted)  # the last steps on the same parts
+        self._fitting = True
+        self.student.begin(None, 0, 0)
+        steps = self.decide(lambda: self._cost(module, gradients, layer.num_rows))
+        generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+        errors = []
+        for step in range(steps):
+            errors.append(gradients(step, generator))
+            optimizer.step()
+            schedule.step()
+        self._fitting = False
+        few = max(1, min(2 * layer.num_rows, len(errors) // 4))
+        again = (len(errors) - few) // (4 * layer.num_rows) * 4 * layer.num_rows  # the last steps on the same parts
         found = sum(errors[:few]) / few, sum(errors[again : again + few]) / few
         write_tensors({**weights, "errors": torch.tensor(found, dtype=torch.float64)}, file)
         return_free_memory()
@@ -260,46 +257,67 @@ class LayerMatching:
                 gradients(step, generator)
         return of_teacher, (time.perf_counter() - began) / (4 * rows) * self._number
 
-    def _draw(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return positions of queries, rising, and of the tokens that the layer gets for them.
+    def _draw(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, slice]:
+        """Return positions of queries of a whole text, rising, and of the tokens whose keys they are given.
 
-        Of a text in pieces these are all tokens of some pieces. Of a whole text a share of the queries is within the
-        original length, and the others are in one of its quarters: for those in the first half, half of it is read.
+        A share of the queries is within the original length, and the others are in one of the quarters of the text: for
+        those in the first half, half of it is read.
 
         Args:
             length: Of a text.
             turn: Of the quarters, from the last to the first; neighbouring texts have different ones.
             generator: Of what is drawn.
         """
-        if self._in_pieces:
-            number = max(1, min(TOKENS_IN_PIECES, length) // self.piece)
-            first = torch.randperm(length // self.piece, generator=generator)[:number].sort().values * self.piece
-            tokens = (first[:, None] + torch.arange(self.piece)).flatten()
-            return tokens, tokens
-        count = self.config.queries
-        short = round(self.config.short_share * count)
         end = length * (4 - turn % 4) // 4
-        drawn = (
-            torch.randint(min(self.original, end), (short,), generator=generator),
-            torch.randint(end - length // 4, end, (count - short,), generator=generator),
-        )
-        return torch.cat(drawn).sort().values, torch.arange(end)
+        far = (end - length // 4, end)
+        return self._drawn(self.config.queries, (0, min(self.original, end)), far, generator), slice(end)
 
-    def _error(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        wanted: torch.Tensor,
-        row: int,
-        read: torch.Tensor,
+    def _draw_of_piece(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, slice]:
+        """Return the same of a text in pieces: a share of the queries is in the first quarter of the piece."""
+        start = turn % (length // self.original) * self.original  # a last one that is shorter is left out
+        end, near = start + self.original, (start, start + max(1, self.original // 4))
+        return self._drawn(QUERIES_IN_PIECES, near, (start, end), generator), slice(start, end)
+
+    def _drawn(
+        self, count: int, near: tuple[int, int], far: tuple[int, int], generator: torch.Generator
     ) -> torch.Tensor:
-        """Return the relative squared error of some outputs of one text, the mean of before and after W_o."""
-        batch, length = wanted.shape[:2]
-        given = _of_tokens(_of_row((args, kwargs), row, batch), read, length)
+        of_near = round(self.config.short_share * count)
+        parts = [torch.randint(*near, (of_near,), generator=generator)]
+        parts.append(torch.randint(*far, (count - of_near,), generator=generator))
+        return torch.cat(parts).sort().values
+
+    def _under_the_rule(
+        self, layer: _Layer, row: int, rows: torch.Tensor, read: slice, kept: dict[nn.Module, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the outputs of some queries of one text, ``(num_rows, heads, head_dim)``.
+
+        Args:
+            layer: The layer.
+            row: Of the batch.
+            rows: Positions of the queries.
+            read: Of the tokens whose keys they see.
+            kept: What the unchanged weights made of the text before.
+        """
+        query = self._call_of(layer, row, rows).query
+        with _without_queries(layer.module, kept):
+            call = self._call_of(layer, row, read)
+        num_keys, first = call.key.shape[2], read.start or 0
+        query = self.student.rotated(query, rows, None, of_queries=True)
+        key = self.student.rotated(call.key, torch.arange(first, first + num_keys, device=rows.device), None)
+        seen = seen_keys(rows - first, num_keys, call.kwargs)
+        return self.student.call(call._replace(query=query, key=key, mask=seen))[0]
+
+    def _call_of(self, layer: _Layer, row: int, tokens: torch.Tensor | slice) -> AttentionCall:
+        """Return what the layer attends with, of some tokens of one text."""
+        inputs = _of_row((layer.args, layer.kwargs), row, layer.num_rows)
+        args, kwargs = _of_tokens(inputs, tokens, layer.length)
         with suppress(_Read):
-            module(*given[0], **given[1])
-        pairs = [(self._found[0].float(), wanted[row, self._rows].float())]
+            layer.module(*args, **kwargs)
+        return self._call
+
+    def _error(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Return the relative squared error of some outputs, the mean of before and after W_o."""
+        pairs = [(found.float(), wanted.float())]
         if self._projection is not None:
             weight = self._projection.weight.detach().float()
             pairs.append(tuple(states.flatten(1) @ weight.T for states in pairs[0]))  # type: ignore[arg-type]  # two
@@ -325,37 +343,42 @@ def _restore(layer: nn.Module, folder: Path) -> tuple[float, float]:
 
 
 @contextmanager
-def _kept_projections(module: nn.Module) -> Iterator[Callable[[int | None], None]]:
-    """While open, what a layer's unchanged weights make of its inputs is computed once for each text.
+def _without_queries(module: nn.Module, kept: dict[nn.Module, torch.Tensor]) -> Iterator[None]:
+    """While open, a layer projects no queries, if it has a projection for them alone, and little that it has before.
 
-    These are the layers that low-rank changes are added to, and the projection of values; all of them get the layer's
-    inputs, which are the same in every step.
-
-    Yields:
-        Says which text comes next; None for a part of one, of which nothing is kept.
+    Args:
+        module: The attention layer.
+        kept: What the layers that low-rank changes are added to, and the projection of values, made of the longest
+            beginning of a text so far. They get the layer's inputs, which are the same in every step.
     """
-    kept: dict[tuple[nn.Module, int], torch.Tensor] = {}
-    present: list[int | None] = [None]
-    linears = [linear for name, linear in module.named_modules() if name.endswith(("base_layer", "v_proj"))]
+    queries = [linear for name, linear in module.named_modules() if name.endswith("q_proj")]
+    others = [
+        linear
+        for name, linear in module.named_modules()
+        if name.endswith(("base_layer", "v_proj")) and "q_proj" not in name
+    ]
 
-    def keep(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def zeros(linear: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda states: states.new_zeros(()).expand(*states.shape[:-1], linear.out_features)
+
+    def keep(linear: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         compute = linear.forward
 
         def forward(states: torch.Tensor) -> torch.Tensor:
-            if (row := present[0]) is None:
-                return compute(states)
-            if (linear, row) not in kept or kept[linear, row].shape[1] < states.shape[1]:
-                kept[linear, row] = compute(states)
-            return kept[linear, row][:, : states.shape[1]]
+            if linear not in kept or kept[linear].shape[1] < states.shape[1]:
+                kept[linear] = compute(states)
+            return kept[linear][:, : states.shape[1]]
 
         return forward
 
-    for linear in linears:
+    for linear in queries:
+        linear.__dict__["forward"] = zeros(linear)
+    for linear in others:
         linear.__dict__["forward"] = keep(linear)
     try:
-        yield lambda row: present.__setitem__(0, row)
+        yield
     finally:
-        for linear in linears:
+        for linear in (*queries, *others):
             del linear.__dict__["forward"]
 
 
@@ -368,14 +391,12 @@ def _of_row(value: Any, row: int, batch: int) -> Any:
     return tree_map_only(torch.Tensor, part, value)
 
 
-def _of_tokens(value: Any, rows: torch.Tensor, length: int) -> Any:
+def _of_tokens(value: Any, tokens: torch.Tensor | slice, length: int) -> Any:
     """Return the part of a layer's arguments that belongs to some tokens: of states, positions, cosines and sines."""
-    if len(rows) == length:
-        return value
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
         dim = next((dim for dim in (1, 0) if dim < tensor.dim() and tensor.shape[dim] == length), None)
-        return tensor if dim is None else tensor.index_select(dim, rows)
+        return tensor if dim is None else tensor[(slice(None),) * dim + (tokens,)]
 
     return tree_map_only(torch.Tensor, part, value)
 

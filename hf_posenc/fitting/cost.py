@@ -80,9 +80,10 @@ def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, original: int,
     texts_at_once = 1
     if (adapt := config.adapt) is not None:  # the teacher reads all texts at once, each twice, and a layer is stopped
         texts_at_once = 2 * texts
-        # Queries and keys of a whole text or of some pieces, and what the unchanged weights make of all texts.
-        of_states = target * (2 * q + 3 * kv) * (2 * number + 2 * _FLOAT32)
-        of_states += texts * target * (q + 2 * kv) * number
+        # Keys of a whole text with the inputs of their change in float32, queries that are left out as zeros that the
+        # layer rotates, and what the unchanged weights make of all texts.
+        of_states = target * (3 * kv * (2 * number + 2 * _FLOAT32) + shape.hidden_size * _FLOAT32 + 4 * q * number)
+        of_states += texts * target * 2 * kv * number
         of_mask = 2 * target * adapt.queries * (shape.num_heads // shape.num_kv_heads) * (1 + number)
         step = max(step, of_states + of_mask + texts_at_once * target * (3 * shape.hidden_size + q) * number)
         of_layer = (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number

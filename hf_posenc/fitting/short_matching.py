@@ -29,7 +29,9 @@ from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_tensors
 
 _SAVE_EVERY = 5
-_PARTS = (16, 4, 16, 4, 16, 1)  # of the original length, in turn
+# Of Adam, in fewer steps than its usual second moment remembers.
+BETAS = (0.9, 0.95)
+_PARTS = (16, 4, 1)  # of the original length, in turn
 TOKENS_IN_STRETCHES = 2048  # of a step, where a stretch is no longer
 ROWS_OF_LOGITS = 256  # in memory at a time
 _WARMUP = 5  # steps in which the rate rises
@@ -66,7 +68,7 @@ def match_short_texts(
     model = wrapped.get_base_model()
     body, device = decoder_body(model), model.device
     weights = list(low_rank_weights(wrapped).values())
-    optimizer = torch.optim.Adam(weights, config.short_rate)
+    optimizer = torch.optim.Adam(weights, config.short_rate, BETAS)
 
     def states(ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = body(input_ids=ids, use_cache=False).last_hidden_state
@@ -150,7 +152,7 @@ def _rate(step: int, steps: int) -> float:
 def _draw(texts: Sequence[torch.Tensor], original: int, seed: int, step: int) -> torch.Tensor:
     """Return stretches of the texts in turn, ``(number, length)``: of so many tokens, or one where it is longer.
 
-    They are a sixteenth of the original length long, or a fourth; every sixth step takes whole ones. A step draws the
+    They are a sixteenth of the original length long, or a fourth; every third step takes whole ones. A step draws the
     same whenever it is taken.
     """
     length = max(2, original // _PARTS[step % len(_PARTS)])
