@@ -1,8 +1,9 @@
 """Adapted models side by side: rules, ranks, steps, texts and seeds, against the unpatched model and its teacher.
 
     scripts/fetch_smollm2
-    python scripts/study_adapt.py --fitted emma.txt module.txt manual.txt french.txt --held-out novel.txt code.txt \
-        --output-dir outputs/study-adapt
+    python scripts/study_texts.py outputs/texts
+    python scripts/study_adapt.py --fitted outputs/texts/four_kinds_{1,2}.txt \
+        --held-out outputs/texts/{persuasion,documentation,code,french}.txt
 
 Each row changes the weights for a rule (``hf-posenc fit --adapt``). It is measured on
 texts that were not fitted on: on pieces of a sixteenth of the trained length and of all of it, as a difference from the
@@ -40,9 +41,8 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "rank 8": {"adapt_options": {"rank": 8}},
     "rank 32": {"adapt_options": {"rank": 32}},
     "rank 64": {"adapt_options": {"rank": 64}},
-    "40 steps in each layer": {"adapt_options": {"steps": 40}},
-    "40 steps in each layer, 18 on short texts": {"adapt_options": {"steps": 40, "short_steps": 18}},
-    "360 steps in each layer": {"adapt_options": {"steps": 360}},
+    "120 steps in each layer": {"adapt_options": {"steps": 120}},
+    "480 steps in each layer": {"adapt_options": {"steps": 480}},
     "yarn": {"adapt_options": {"rule": "yarn"}},
     "ntk": {"adapt_options": {"rule": "ntk"}},
     "linear": {"adapt_options": {"rule": "linear"}},
