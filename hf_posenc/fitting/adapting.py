@@ -9,12 +9,13 @@ arXiv:2410.10254, section 3.1); here it moves a position rule. Then all changes 
 the pairs that rotate within short texts, which is what costs them least, and servers know it by name.
 
 Each text is read twice: as a whole, and cut into pieces of the original length. A step takes some queries of the whole
-text, or of one piece.
+text, or of one piece. Most take a piece: it has fewer keys, and short texts are what is to be kept.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -50,7 +51,9 @@ logger = logging.getLogger(__name__)
 # Names of the projections of queries and keys in Transformers' attention layers; the last ones hold all three at once.
 _SEPARATE = ("q_proj", "k_proj")
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv")
-QUERIES_IN_PIECES = 256  # of a step on a piece
+_WHOLE_EVERY = 4  # steps, one of them is on a whole text
+_QUARTERS = 4  # of a whole text, one of which a step takes queries from
+_ROUND = _WHOLE_EVERY * _QUARTERS  # steps after which the same parts are read again
 # Settings that decide no layer: those of what is done afterwards, and the name of the rule, which is in the identity.
 _NOT_OF_LAYERS = ("short_steps", "short_rate", "rule")
 _SHARE_OF_LAYERS = 0.6  # of the time that a budget leaves; the rest is for steps on short texts
@@ -217,9 +220,10 @@ class LayerMatching:
         kept: list[dict[nn.Module, torch.Tensor]] = [{} for _ in range(self.num_texts)]
 
         def gradients(step: int, generator: torch.Generator) -> float:
-            turn, row = divmod(step, layer.num_rows)
-            whole = row < self.num_texts
-            drawn, read = (self._draw if whole else self._draw_of_piece)(layer.length, row + turn, generator)
+            wholes = -(-step // _WHOLE_EVERY)  # steps on whole texts before
+            whole = step % _WHOLE_EVERY == 0
+            number = wholes if whole else step - wholes
+            row, drawn, read = (self._draw if whole else self._draw_of_piece)(layer.length, number, generator)
             rows = drawn.to(layer.wanted.device)
             optimizer.zero_grad()
             with torch.enable_grad():
@@ -230,7 +234,7 @@ class LayerMatching:
 
         self._fitting = True
         self.student.begin(None, 0, 0)
-        steps = self.decide(lambda: self._cost(module, gradients, layer.num_rows))
+        steps = self.decide(lambda: self._cost(module, gradients))
         generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
         errors = []
@@ -239,52 +243,52 @@ class LayerMatching:
             optimizer.step()
             schedule.step()
         self._fitting = False
-        few = max(1, min(2 * layer.num_rows, len(errors) // 4))
-        again = (len(errors) - few) // (4 * layer.num_rows) * 4 * layer.num_rows  # the last steps on the same parts
+        few = max(1, min(_ROUND, len(errors) // 4))
+        again = (len(errors) - few) // _ROUND * _ROUND  # the last steps on the same parts
         found = sum(errors[:few]) / few, sum(errors[again : again + few]) / few
         write_tensors({**weights, "errors": torch.tensor(found, dtype=torch.float64)}, file)
         return_free_memory()
 
-    def _cost(self, first: nn.Module, gradients: Callable[[int, torch.Generator], float], rows: int) -> Seconds:
+    def _cost(self, first: nn.Module, gradients: Callable[[int, torch.Generator], float]) -> Seconds:
         """Return the seconds of the teacher in the layers after the first fitted one, and of a step in each fitted."""
         layers = list(self._teachers)
         read = layers.index(first) + 1
         of_teacher = (time.perf_counter() - self.began) / read * (len(layers) - read)
         generator = torch.Generator()
-        for count in (rows, 4 * rows):  # the first steps warm up; then each text in every of its quarters
+        for count in (_WHOLE_EVERY, _ROUND):  # the first steps warm up
             began = time.perf_counter()
             for step in range(count):
                 gradients(step, generator)
-        return of_teacher, (time.perf_counter() - began) / (4 * rows) * self._number
+        return of_teacher, (time.perf_counter() - began) / _ROUND * self._number
 
-    def _draw(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, slice]:
-        """Return positions of queries of a whole text, rising, and of the tokens whose keys they are given.
+    def _draw(self, length: int, number: int, generator: torch.Generator) -> tuple[int, torch.Tensor, slice]:
+        """Return what a step on a whole text takes: a row of the batch, queries of it, and the tokens with their keys.
 
-        A share of the queries is within the original length, and the others are in one of the quarters of the text: for
-        those in the first half, half of it is read.
+        The queries are in one of the quarters of the text: for those in the first half, half of it is read.
 
         Args:
             length: Of a text.
-            turn: Of the quarters, from the last to the first; neighbouring texts have different ones.
-            generator: Of what is drawn.
+            number: Of the step, among those on whole texts.
+            generator: Of the positions of the queries, which rise.
         """
-        end = length * (4 - turn % 4) // 4
-        far = (end - length // 4, end)
-        return self._drawn(self.config.queries, (0, min(self.original, end)), far, generator), slice(end)
+        text, quarter = self._turn(number, _QUARTERS)
+        end = length * (_QUARTERS - quarter) // _QUARTERS
+        drawn = torch.randint(end - length // _QUARTERS, end, (self.config.queries,), generator=generator)
+        return text, drawn.sort().values, slice(end)
 
-    def _draw_of_piece(self, length: int, turn: int, generator: torch.Generator) -> tuple[torch.Tensor, slice]:
-        """Return the same of a text in pieces: a share of the queries is in the first quarter of the piece."""
-        start = turn % (length // self.original) * self.original  # a last one that is shorter is left out
-        end, near = start + self.original, (start, start + max(1, self.original // 4))
-        return self._drawn(QUERIES_IN_PIECES, near, (start, end), generator), slice(start, end)
+    def _draw_of_piece(self, length: int, number: int, generator: torch.Generator) -> tuple[int, torch.Tensor, slice]:
+        """Return the same of a step on a piece of a text: a share of the queries is in its first quarter."""
+        text, piece = self._turn(number, length // self.original)  # a last one that is shorter is left out
+        start, count = piece * self.original, self.config.queries
+        near, end = round(self.config.short_share * count), start + self.original
+        parts = [torch.randint(start, start + max(1, self.original // 4), (near,), generator=generator)]
+        parts.append(torch.randint(start, end, (count - near,), generator=generator))
+        return self.num_texts + text, torch.cat(parts).sort().values, slice(start, end)
 
-    def _drawn(
-        self, count: int, near: tuple[int, int], far: tuple[int, int], generator: torch.Generator
-    ) -> torch.Tensor:
-        of_near = round(self.config.short_share * count)
-        parts = [torch.randint(*near, (of_near,), generator=generator)]
-        parts.append(torch.randint(*far, (count - of_near,), generator=generator))
-        return torch.cat(parts).sort().values
+    def _turn(self, number: int, parts: int) -> tuple[int, int]:
+        """Return which text a step reads, and which part of it; with time it reads each part of each text."""
+        text = (number + number // math.lcm(parts, self.num_texts)) % self.num_texts
+        return text, number % parts
 
     def _under_the_rule(
         self, layer: _Layer, row: int, rows: torch.Tensor, read: slice, kept: dict[nn.Module, torch.Tensor]

@@ -214,6 +214,41 @@ def test_another_number_of_steps_on_short_texts_fits_no_layer_again(
     assert any(not torch.equal(first.weights[name], weight) for name, weight in again.weights.items())
 
 
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_layer_reads_every_part_of_every_text(number: int, monkeypatch: Any) -> None:
+    """One of four steps reads a quarter of a whole text with all before it, and the others a piece."""
+    parts: list[tuple[bool, int, int, int]] = []
+    draw, draw_of_piece = adapting.LayerMatching._draw, adapting.LayerMatching._draw_of_piece
+
+    def of_text(matching: Any, *args: Any) -> Any:
+        row, rows, read = draw(matching, *args)
+        assert read.start is None
+        parts.append((True, row, int(rows[0]) // 256, int(rows[-1]) // 256))
+        assert read.stop == 256 * (parts[-1][3] + 1)
+        return row, rows, read
+
+    def of_piece(matching: Any, *args: Any) -> Any:
+        row, rows, read = draw_of_piece(matching, *args)
+        parts.append((False, row - number, read.start // 256, int(rows[-1]) // 256))
+        assert read.stop == read.start + 256
+        assert int((rows < read.start + 64).sum()) >= 32  # of 96 queries
+        return row, rows, read
+
+    monkeypatch.setattr(adapting.LayerMatching, "_draw", of_text)
+    monkeypatch.setattr(adapting.LayerMatching, "_draw_of_piece", of_piece)
+    texts = [token_ids(1024)[0].roll(at) for at in range(number)]
+    request = config(max_texts=number, held_out=0, adapt_options={"rank": 2, "steps": 16 * number, "short_steps": 0})
+    fit_method(load_tiny(), None, texts, request)
+    first = parts[: 16 * number]
+    assert all(begins == ends for _, _, begins, ends in first)
+    whole = [(text, quarter) for is_whole, text, quarter, _ in first if is_whole]
+    pieces = [(text, piece) for is_whole, text, piece, _ in first if not is_whole]
+    everything = {(text, part) for text in range(number) for part in range(4)}
+    assert len(whole) == len(set(whole))
+    assert set(whole) == set(pieces) == everything
+    assert len(pieces) == 3 * len(whole)
+
+
 class Clock:
     """Time that passes only in steps: a second for one in a layer, ten for one on short texts."""
 
