@@ -355,12 +355,6 @@ def _without_queries(module: nn.Module, kept: dict[nn.Module, torch.Tensor]) -> 
         kept: What the layers that low-rank changes are added to, and the projection of values, made of the longest
             beginning of a text so far. They get the layer's inputs, which are the same in every step.
     """
-    queries = [linear for name, linear in module.named_modules() if name.endswith("q_proj")]
-    others = [
-        linear
-        for name, linear in module.named_modules()
-        if name.endswith(("base_layer", "v_proj")) and "q_proj" not in name
-    ]
 
     def zeros(linear: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda states: states.new_zeros(()).expand(*states.shape[:-1], linear.out_features)
@@ -375,14 +369,18 @@ def _without_queries(module: nn.Module, kept: dict[nn.Module, torch.Tensor]) -> 
 
         return forward
 
-    for linear in queries:
-        linear.__dict__["forward"] = zeros(linear)
-    for linear in others:
-        linear.__dict__["forward"] = keep(linear)
+    replaced: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
+    for name, linear in module.named_modules():
+        if name.endswith("q_proj"):
+            replaced[linear] = zeros(linear)
+        elif name.endswith(("base_layer", "v_proj")) and "q_proj" not in name:
+            replaced[linear] = keep(linear)
+    for linear, forward in replaced.items():
+        linear.__dict__["forward"] = forward
     try:
         yield
     finally:
-        for linear in (*queries, *others):
+        for linear in replaced:
             del linear.__dict__["forward"]
 
 

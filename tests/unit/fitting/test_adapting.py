@@ -464,7 +464,7 @@ def test_a_preset_of_another_model_is_no_rule() -> None:
 
 def test_projections_that_are_kept_or_left_out_change_nothing(monkeypatch: Any) -> None:
     texts = [token_ids(512)[0], token_ids(512)[0].flip(0)]
-    request = config(context_length=512, held_out=0, adapt_options={"steps": 4, "short_steps": 0})
+    request = config(context_length=512, held_out=0, adapt_options={"steps": 20, "short_steps": 0})
     kept = fit_method(load_tiny(), None, texts, request).adapter
     monkeypatch.setattr(adapting, "_without_queries", lambda module, kept: nullcontext())
     anew = fit_method(load_tiny(), None, texts, request).adapter
