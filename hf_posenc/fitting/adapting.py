@@ -53,7 +53,7 @@ _SEPARATE = ("q_proj", "k_proj")
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv")
 _WHOLE_EVERY = 4  # steps, one of them is on a whole text
 _QUARTERS = 4  # of a whole text, one of which a step takes queries from
-_ROUND = _WHOLE_EVERY * _QUARTERS  # steps after which the same parts are read again
+_ROUND = _WHOLE_EVERY * _QUARTERS  # steps that read each quarter once
 # Settings that decide no layer: those of what is done afterwards, and the name of the rule, which is in the identity.
 _NOT_OF_LAYERS = ("short_steps", "short_rate", "rule")
 _SHARE_OF_LAYERS = 0.6  # of the time that a budget leaves; the rest is for steps on short texts
@@ -244,7 +244,7 @@ class LayerMatching:
             schedule.step()
         self._fitting = False
         few = max(1, min(_ROUND, len(errors) // 4))
-        again = (len(errors) - few) // _ROUND * _ROUND  # the last steps on the same parts
+        again = (len(errors) - few) // _ROUND * _ROUND  # the last steps on the same quarters
         found = sum(errors[:few]) / few, sum(errors[again : again + few]) / few
         write_tensors({**weights, "errors": torch.tensor(found, dtype=torch.float64)}, file)
         return_free_memory()
