@@ -38,8 +38,8 @@ class FitArguments:
     adapt: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "fit no rule, but low-rank changes of the query and key projections to one that is there: rank=16; "
-            "or rule (llama3), steps, queries, learning_rate, short_share, short_steps, short_rate",
+            "help": "fit no rule, but low-rank changes of the query and key projections to one that is there: rank=64; "
+            "or rule (llama3), steps, queries, learning_rate, short_steps, short_rate",
             "action": "extend",
             "metavar": "K=V",
         },
@@ -62,16 +62,16 @@ def fit(argv: Sequence[str]) -> None:
 
     Examples:
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer
-        hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --max-texts 2 --adapt rank=16
+        hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --max-texts 2 --adapt rank=64
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --budget 30m
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --push-to-hub me/longer
     """
     known = (FitArguments, FitConfig, DocumentArguments, ModelArguments, PublishArguments)
     given, where, what, source, loading, publishing = parse("fit", fit.__doc__, argv, known, MODEL)
     what.teacher_options = parse_options(where.teacher_option, "--teacher-option", "chunk_size=4096")
-    what.adapt_options = parse_options(where.adapt, "--adapt", "rank=16") if where.adapt else None
+    what.adapt_options = parse_options(where.adapt, "--adapt", "rank=64") if where.adapt else None
     if where.save_adapter and not where.adapt:
-        raise InvalidRequestError("--save-adapter is for the changes of --adapt: give --adapt rank=16 too.")
+        raise InvalidRequestError("--save-adapter is for the changes of --adapt: give --adapt rank=64 too.")
     what.check()
     check_folder(given.model, where.output, may_hold_files=False)
     output = Path(where.output).expanduser()

@@ -1,15 +1,18 @@
 """Low-rank changes of the query and key projections, by which each layer attends under a static rule as its teacher.
 
 While the teacher reads the texts, each attention layer is stopped at once it is computed: its inputs and its output are
-there, and a low-rank change of W_q and W_k (LoRA: Hu et al. 2021, arXiv:2106.09685) is trained until the same layer
-under the rule gives the same output. No gradient passes through the network, one layer is in memory at a time, and no
+there, and changes of W_q and W_k are trained until the same layer under the rule gives the same output: low-rank
+changes (LoRA: Hu et al. 2021, arXiv:2106.09685), and a linear map of the queries and keys of each head, which can move
+what a head keeps in one pair of features to a pair that rotates under the rule as the first one did. Both are then
+written as low-rank changes alone. No gradient passes through the network, one layer is in memory at a time, and no
 token is predicted. The matching of layers is known from the conversion to linear attention (LoLCATs, Zhang et al. 2024,
 arXiv:2410.10254, section 3.1); here it moves a position rule. Then all changes are trained together on short texts
 (``short_matching``), because the small errors of many layers add up. The rule is one that is there: ``llama3`` keeps
 the pairs that rotate within short texts, which is what costs them least, and servers know it by name.
 
 Each text is read twice: as a whole, and cut into pieces of the original length. A step takes some queries of the whole
-text, or of one piece. Most take a piece: it has fewer keys, and short texts are what is to be kept.
+text, or of one piece. Most take a piece: it has fewer keys, and short texts are what is to be kept. A third of the
+queries are where the text repeats what it had long before: few heads read that far, and those who do matter there.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -54,6 +58,11 @@ _FUSED = ("qkv_proj", "query_key_value", "Wqkv")
 _WHOLE_EVERY = 4  # steps, one of them is on a whole text
 _QUARTERS = 4  # of a whole text, one of which a step takes queries from
 _ROUND = _WHOLE_EVERY * _QUARTERS  # steps that read each quarter once
+_SHARE = 1 / 3  # of a step's queries: those at copied pairs, and those of a piece that are in its first quarter
+_LONG_BEFORE = 16  # a pair of tokens is copied if it was there more than the original length over this before
+_SAMPLE = 2048  # inputs of a layer, for whose queries and keys the low-rank changes are the best of their rank
+_TRAINED_RANK = 16  # of the low-rank changes beside the maps
+_RATE_OF_MAPS = 1 / 6  # of the learning rate
 # Settings that decide no layer: those of what is done afterwards, and the name of the rule, which is in the identity.
 _NOT_OF_LAYERS = ("short_steps", "short_rate", "rule")
 _SHARE_OF_LAYERS = 0.6  # of the time that a budget leaves; the rest is for steps on short texts
@@ -154,7 +163,7 @@ class LayerMatching:
         rotary: RotaryModel,
         student: RuleAttention,
         config: AdaptConfig,
-        num_texts: int,
+        texts: Sequence[torch.Tensor],
         original: int,
         seed: int,
         folder: Path,
@@ -163,17 +172,21 @@ class LayerMatching:
         """Make one.
 
         Args:
-            rotary: The model, with the low-rank changes in place, extended by the teacher's rule or not at all.
+            rotary: The model, extended by the teacher's rule or not at all.
             student: Attention under the static rule.
             config: The settings.
-            num_texts: How many rows of the batch are read as a whole; the others are read in pieces.
+            texts: int64 ``(num_tokens,)`` each, which are read as a whole, and then again in pieces.
             original: The original length, in tokens.
             seed: Of the drawn queries.
             folder: Where the changes of each layer are kept as soon as they are fitted.
             decide: Returns how many steps are taken in each layer.
         """
         self.student, self.config, self.original, self.folder = student, config, original, folder
-        self.num_texts, self.seed, self.decide = num_texts, seed, decide
+        self.num_texts, self.seed, self.decide = len(texts), seed, decide
+        self.modules = projections(rotary)
+        least = original // _LONG_BEFORE
+        in_pieces = [_copied(ids, least, original) for ids in texts]
+        self._copied = [*(_copied(ids, least, len(ids)) for ids in texts), *in_pieces]  # of each row of the batch
         self.began = time.perf_counter()
         self.positions: torch.Tensor | None = None
         self._teachers = {layer: attention_of(layer) for layer in text_layers(rotary)}
@@ -215,42 +228,49 @@ class LayerMatching:
         layer, self._output = _Layer(module, args, kwargs, self._output), None
         if (file := _file_of(module, self.folder)).is_file():  # fitted before the run was stopped
             return
-        weights = low_rank_weights(module)
-        optimizer = torch.optim.Adam(weights.values(), self.config.learning_rate, BETAS)
+        generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
+        changes = _Changes(module, self.modules, layer.wanted.shape[-1], generator)
+        low_rank, maps = changes.weights()
+        rate = self.config.learning_rate
+        groups = [{"params": low_rank, "lr": rate}, {"params": maps, "lr": _RATE_OF_MAPS * rate}]
+        optimizer = torch.optim.Adam(groups, betas=BETAS)
         kept: list[dict[nn.Module, torch.Tensor]] = [{} for _ in range(self.num_texts)]
 
-        def gradients(step: int, generator: torch.Generator) -> float:
+        def error(step: int, generator: torch.Generator) -> torch.Tensor:
             wholes = -(-step // _WHOLE_EVERY)  # steps on whole texts before
             whole = step % _WHOLE_EVERY == 0
             number = wholes if whole else step - wholes
             row, drawn, read = (self._draw if whole else self._draw_of_piece)(layer.length, number, generator)
             rows = drawn.to(layer.wanted.device)
+            found = self._under_the_rule(layer, row, rows, read, changes, kept[row] if whole else {})
+            return self._error(found, layer.wanted[row, rows])
+
+        def gradients(step: int, generator: torch.Generator) -> None:
             optimizer.zero_grad()
             with torch.enable_grad():
-                found = self._under_the_rule(layer, row, rows, read, kept[row] if whole else {})
-                error = self._error(found, layer.wanted[row, rows])
-                error.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-            return float(error.detach())
+                error(step, generator).backward(inputs=low_rank + maps)  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+
+        def measured() -> float:
+            generator = torch.Generator().manual_seed(self.seed)
+            return sum(float(error(step, generator)) for step in range(_ROUND)) / _ROUND
 
         self._fitting = True
         self.student.begin(None, 0, 0)
         steps = self.decide(lambda: self._cost(module, gradients))
-        generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
+        before = measured()
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-        errors = []
         for step in range(steps):
-            errors.append(gradients(step, generator))
+            gradients(step, generator)
             optimizer.step()
             schedule.step()
+        weights = changes.reduce(self.config.rank)
+        errors = torch.tensor((before, measured()), dtype=torch.float64)
         self._fitting = False
-        few = max(1, min(_ROUND, len(errors) // 4))
-        again = (len(errors) - few) // _ROUND * _ROUND  # the last steps on the same quarters
-        found = sum(errors[:few]) / few, sum(errors[again : again + few]) / few
-        write_tensors({**weights, "errors": torch.tensor(found, dtype=torch.float64)}, file)
+        write_tensors({**weights, "errors": errors}, file)
         return_free_memory()
 
-    def _cost(self, first: nn.Module, gradients: Callable[[int, torch.Generator], float]) -> Seconds:
-        """Return the seconds of the teacher in the layers after the first fitted one, and of a step in each fitted."""
+    def _cost(self, first: nn.Module, gradients: Callable[[int, torch.Generator], None]) -> Seconds:
+        """Return the seconds of the teacher after the first fitted layer and of measuring, and of a step in each."""
         layers = list(self._teachers)
         read = layers.index(first) + 1
         of_teacher = (time.perf_counter() - self.began) / read * (len(layers) - read)
@@ -259,7 +279,8 @@ class LayerMatching:
             began = time.perf_counter()
             for step in range(count):
                 gradients(step, generator)
-        return of_teacher, (time.perf_counter() - began) / _ROUND * self._number
+        of_steps = (time.perf_counter() - began) / _ROUND * self._number
+        return of_teacher + 2 * _ROUND * of_steps, of_steps
 
     def _draw(self, length: int, number: int, generator: torch.Generator) -> tuple[int, torch.Tensor, slice]:
         """Return what a step on a whole text takes: a row of the batch, queries of it, and the tokens with their keys.
@@ -273,17 +294,26 @@ class LayerMatching:
         """
         text, quarter = self._turn(number, _QUARTERS)
         end = length * (_QUARTERS - quarter) // _QUARTERS
-        drawn = torch.randint(end - length // _QUARTERS, end, (self.config.queries,), generator=generator)
+        drawn = self._queries(text, end - length // _QUARTERS, end, self.config.queries, generator)
         return text, drawn.sort().values, slice(end)
 
     def _draw_of_piece(self, length: int, number: int, generator: torch.Generator) -> tuple[int, torch.Tensor, slice]:
-        """Return the same of a step on a piece of a text: a share of the queries is in its first quarter."""
+        """Return the same of a step on a piece of a text: a third of the queries is in its first quarter."""
         text, piece = self._turn(number, length // self.original)  # a last one that is shorter is left out
-        start, count = piece * self.original, self.config.queries
-        near, end = round(self.config.short_share * count), start + self.original
+        row, start = self.num_texts + text, piece * self.original
+        near, end = round(_SHARE * self.config.queries), start + self.original
         parts = [torch.randint(start, start + max(1, self.original // 4), (near,), generator=generator)]
-        parts.append(torch.randint(start, end, (count - near,), generator=generator))
-        return self.num_texts + text, torch.cat(parts).sort().values, slice(start, end)
+        parts.append(self._queries(row, start, end, self.config.queries - near, generator))
+        return row, torch.cat(parts).sort().values, slice(start, end)
+
+    def _queries(self, row: int, start: int, end: int, count: int, generator: torch.Generator) -> torch.Tensor:
+        """Draw positions of one row of the batch from ``start`` to before ``end``, some of them at copied pairs."""
+        drawn = torch.randint(start, end, (count,), generator=generator)
+        copied = self._copied[row]
+        copied = copied[(copied >= start) & (copied < end)]
+        if len(copied) and (number := min(count, round(_SHARE * self.config.queries))):
+            drawn[:number] = copied[torch.randint(len(copied), (number,), generator=generator)]
+        return drawn
 
     def _turn(self, number: int, parts: int) -> tuple[int, int]:
         """Return which text a step reads, and which part of it; with time it reads each part of each text."""
@@ -291,7 +321,13 @@ class LayerMatching:
         return text, number % parts
 
     def _under_the_rule(
-        self, layer: _Layer, row: int, rows: torch.Tensor, read: slice, kept: dict[nn.Module, torch.Tensor]
+        self,
+        layer: _Layer,
+        row: int,
+        rows: torch.Tensor,
+        read: slice,
+        changes: _Changes,
+        kept: dict[nn.Module, torch.Tensor],
     ) -> torch.Tensor:
         """Return the outputs of some queries of one text, ``(num_rows, heads, head_dim)``.
 
@@ -300,10 +336,12 @@ class LayerMatching:
             row: Of the batch.
             rows: Positions of the queries.
             read: Of the tokens whose keys they see.
+            changes: Of the layer.
             kept: What the unchanged weights made of the text before.
         """
-        query = self._call_of(layer, row, rows).query
-        with _without_queries(layer.module, kept):
+        with changes.in_place():
+            query = self._call_of(layer, row, rows).query
+        with changes.in_place(kept):
             call = self._call_of(layer, row, read)
         num_keys, first = call.key.shape[2], read.start or 0
         query = self.student.rotated(query, rows, None, of_queries=True)
@@ -342,46 +380,151 @@ def _restore(layer: nn.Module, folder: Path) -> tuple[float, float]:
     """Give a layer the changes that were fitted; return its errors."""
     kept = load_file(_file_of(layer, folder))
     for name, weight in low_rank_weights(layer).items():
-        weight.data.copy_(kept[name])
+        found = kept[name]  # of no more directions than the projection has outputs
+        weight.data[tuple(map(slice, found.shape))].copy_(found)
     return float(kept["errors"][0]), float(kept["errors"][1])
 
 
-@contextmanager
-def _without_queries(module: nn.Module, kept: dict[nn.Module, torch.Tensor]) -> Iterator[None]:
-    """While open, a layer projects no queries, if it has a projection for them alone, and little that it has before.
+def _copied(ids: torch.Tensor, least: int, length: int) -> torch.Tensor:
+    """Return the positions of tokens that begin a pair which was last there more than ``least`` tokens before.
 
     Args:
-        module: The attention layer.
-        kept: What the layers that low-rank changes are added to, and the projection of values, made of the longest
-            beginning of a text so far. They get the layer's inputs, which are the same in every step.
+        ids: int64 ``(num_tokens,)``.
+        least: A distance, in tokens.
+        length: Of the pieces that the text is cut into; a pair of another piece was not there.
+    """
+    found: list[int] = []
+    for start in range(0, len(ids), length):
+        last: dict[tuple[int, int], int] = {}
+        piece = ids[start : start + length].tolist()
+        for at, pair in enumerate(pairwise(piece)):
+            if at - last.get(pair, at) > least:
+                found.append(start + at)
+            last[pair] = at
+    return torch.tensor(found, dtype=torch.int64)
+
+
+class _Change:
+    """A trained change of one projection: a low-rank one, and then a linear map of each head's outputs.
+
+    Attributes:
+        a, b: ``(rank, in_features)`` and ``(out_features, rank)``; those of LoRA, with its beginning.
+        maps: ``(heads, head_dim, head_dim)``, added to the outputs; None once they are part of ``a`` and ``b``.
     """
 
-    def zeros(linear: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda states: states.new_zeros(()).expand(*states.shape[:-1], linear.out_features)
+    def __init__(self, linear: nn.Linear, head_dim: int, generator: torch.Generator) -> None:
+        self.linear, self.head_dim = linear, head_dim
+        weight = linear.weight.detach()
+        drawn = torch.rand(_TRAINED_RANK, linear.in_features, generator=generator).to(weight.device)
+        self.a = nn.Parameter((2 * drawn - 1) / math.sqrt(linear.in_features))
+        self.b = nn.Parameter(weight.new_zeros(linear.out_features, _TRAINED_RANK).float())
+        self.maps: torch.Tensor | None
+        self.maps = nn.Parameter(weight.new_zeros(linear.out_features // head_dim, head_dim, head_dim).float())
+        self._inputs: list[torch.Tensor] = []  # the last ones
 
-    def keep(linear: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        compute = linear.forward
+    def note(self, states: torch.Tensor) -> None:
+        """Keep inputs, for ``reduce``."""
+        self._inputs.append(states.flatten(0, -2))
+        while sum(map(len, self._inputs[1:])) >= _SAMPLE:
+            del self._inputs[0]
 
-        def forward(states: torch.Tensor) -> torch.Tensor:
-            if linear not in kept or kept[linear].shape[1] < states.shape[1]:
-                kept[linear] = compute(states)
-            return kept[linear][:, : states.shape[1]]
+    def of(self, states: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs with the change."""
+        outputs = outputs + (states.float() @ self.a.T @ self.b.T).to(outputs.dtype)
+        if self.maps is None:
+            return outputs
+        bias = 0 if self.linear.bias is None else self.linear.bias.detach()  # low-rank changes have none
+        by_head = (outputs - bias).view(*outputs.shape[:-1], -1, self.head_dim)
+        return outputs + torch.einsum("...hi,hij->...hj", by_head, self.maps.to(outputs.dtype)).flatten(-2)
 
-        return forward
+    def reduce(self, rank: int) -> None:
+        """Let the low-rank change take the place of the maps too.
 
-    replaced: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
-    for name, linear in module.named_modules():
-        if name.endswith("q_proj"):
-            replaced[linear] = zeros(linear)
-        elif name.endswith(("base_layer", "v_proj")) and "q_proj" not in name:
-            replaced[linear] = keep(linear)
-    for linear, forward in replaced.items():
-        linear.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for linear in replaced:
-            del linear.__dict__["forward"]
+        It is the best of its rank for the last inputs: what is changed of the outputs is projected on its first
+        principal directions. Each row of A gets the length of those that LoRA begins with.
+        """
+        assert self.maps is not None
+        low_rank = self.b @ self.a
+        by_head = (self.linear.weight.float() + low_rank).view(-1, self.head_dim, self.linear.in_features)
+        change = low_rank + torch.einsum("hij,hic->hjc", self.maps, by_head).flatten(0, 1)
+        outputs = torch.cat(self._inputs).float() @ change.T
+        directions = torch.linalg.svd(outputs, full_matrices=False).Vh[:rank]
+        rows = directions @ change
+        sizes = (math.sqrt(3) * rows.norm(dim=1)).clamp_min(1e-12)
+        self.a, self.b, self.maps = nn.Parameter(rows / sizes[:, None]), nn.Parameter(directions.T * sizes), None
+
+
+class _Changes:
+    """The changes of the projections of a layer's queries and keys."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str], head_dim: int, generator: torch.Generator) -> None:
+        """Make changes that are none yet.
+
+        Args:
+            module: The attention layer.
+            names: Of the projections, which may hold values too.
+            head_dim: How many outputs in a row are of one head.
+            generator: Of their beginning.
+        """
+        self.module = module
+        children = {name: child for name, child in module.named_children() if name in names}
+        self.of = {name: _Change(cast(nn.Linear, child), head_dim, generator) for name, child in children.items()}
+
+    def weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what is trained: the low-rank changes, and the maps."""
+        low_rank: list[torch.Tensor] = [weight for change in self.of.values() for weight in (change.a, change.b)]
+        return low_rank, [change.maps for change in self.of.values() if change.maps is not None]
+
+    def reduce(self, rank: int) -> dict[str, torch.Tensor]:
+        """Let low-rank changes take the place of all, and return them as PEFT names them."""
+        for change in self.of.values():
+            change.reduce(rank)
+        parts = [(f"{name}.lora_", change) for name, change in self.of.items()]
+        weights = {f"{begin}A.default.weight": change.a.detach() for begin, change in parts}
+        return weights | {f"{begin}B.default.weight": change.b.detach() for begin, change in parts}
+
+    @contextmanager
+    def in_place(self, kept: dict[nn.Module, torch.Tensor] | None = None) -> Iterator[None]:
+        """While open, the layer projects with the changes.
+
+        Args:
+            kept: Where no queries are asked for: what the unchanged projections made of the longest beginning of a
+                text so far, which is the same in every step. A projection of queries alone is then not computed.
+        """
+        before = {}
+        for name, linear in self.module.named_children():
+            if name in self.of or (kept is not None and name == "v_proj"):
+                before[linear] = linear.__dict__.get("forward")
+                linear.__dict__["forward"] = partial(self._forward, name, linear, linear.forward, kept)
+        try:
+            yield
+        finally:
+            for linear, forward in before.items():
+                del linear.__dict__["forward"]
+                if forward is not None:
+                    linear.__dict__["forward"] = forward
+
+    def _forward(
+        self,
+        name: str,
+        linear: Any,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        kept: dict[nn.Module, torch.Tensor] | None,
+        states: torch.Tensor,
+    ) -> torch.Tensor:
+        change = self.of.get(name)
+        if kept is None and change is not None:
+            change.note(states)
+        elif name == "q_proj":
+            return states.new_zeros(()).expand(*states.shape[:-1], linear.out_features)
+        if kept is not None and linear in kept and kept[linear].shape[1] >= states.shape[1]:
+            outputs = kept[linear][:, : states.shape[1]]
+        else:
+            with torch.no_grad():
+                outputs = compute(states)
+            if kept is not None:
+                kept[linear] = outputs
+        return outputs if change is None else change.of(states, outputs)
 
 
 def _of_row(value: Any, row: int, batch: int) -> Any:
@@ -449,20 +592,20 @@ def adapt(
     folder.mkdir(parents=True, exist_ok=True)
     modules = projections(rotary)
     began = time.perf_counter()
+    fitted = extended_layers(rotary)
     decide: Decide = partial(
         budget.steps, config.steps, folder / "steps.json", share=share * _SHARE_OF_LAYERS, of=" in each layer"
     )
     kept = folder / f"short_steps-{config.short_steps}.json"
     decide_short = partial(budget.steps, config.short_steps, kept, share=share, fewest=0)
+    if not all(_file_of(layer, folder).is_file() for layer in fitted):
+        with teacher:
+            matching = LayerMatching(rotary, student, config, texts, original, seed, folder, decide)
+            _fit_layers(rotary, fitted, texts, matching, show_progress)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         wrapped = _wrapped(rotary.model, config.rank, modules)
     try:
-        fitted = extended_layers(rotary)
-        if not all(_file_of(layer, folder).is_file() for layer in fitted):
-            with teacher:
-                matching = LayerMatching(rotary, student, config, len(texts), original, seed, folder, decide)
-                _fit_layers(rotary, fitted, texts, matching, show_progress)
         errors = tuple(_restore(layer, folder) for layer in fitted)
         steps = decide(lambda: (0.0, 1.0))  # as they were fitted with
         short = match_short_texts(wrapped, texts, extended, config, original, seed, folder, decide_short, show_progress)

@@ -51,13 +51,10 @@ class AdaptConfig:
     """The low-rank changes of the query and key projections, by which a model reads with a rule that is there."""
 
     rule: str = setting("llama3", None, "static method, preset, or folder of an earlier fit")
-    rank: int = setting(16, whole(1), "rank of the changes")
+    rank: int = setting(64, whole(1), "rank of the changes")
     steps: int = setting(600, whole(1), "steps of Adam in each layer")
     queries: int = setting(96, whole(1), "queries of a step")
     learning_rate: float = setting(6e-3, number(above=0), "of Adam; it falls to a tenth")
-    short_share: float = setting(
-        0.33, share, "share of the queries of a piece of the original length that are in its first quarter"
-    )
     short_steps: int = setting(36, whole(0), "steps of Adam on short texts, with all layers together")
     short_rate: float = setting(1e-3, number(above=0), "their learning rate; it falls to a tenth")
 

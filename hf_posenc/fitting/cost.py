@@ -134,6 +134,6 @@ def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, out
     room = f", {size_name(cost.disk)} on disk in {output}.work" if cost.disk else ""
     steps = f"{config.steps} steps on {', '.join(config.weights())}"
     if (adapt := config.adapt) is not None:
-        steps = f"{adapt.steps} steps of rank {adapt.rank} in each layer"
+        steps = f"{adapt.steps} steps in each layer for changes of rank {adapt.rank}"
         steps += f", and {adapt.short_steps} steps on short texts" if adapt.short_steps else ""
     return f"{first}{steps}: about {size_name(cost.peak)} of memory for weights and tensors{room}"

@@ -305,7 +305,7 @@ _ALL = (
             "max_grad_norm": 0.1,
         },
         left="The shares are ours, no paper trains on this mixture. It was measured from an adapter of `hf-posenc fit "
-        "--adapt rank=16 --save-adapter`. At least 4 steps, so that each kind has one. The rates are those for 135M "
+        "--adapt --save-adapter` of rank 16. At least 4 steps, so that each kind has one. The rates are those for 135M "
         "parameters. All weights, which forget more: --lora false --learning-rate 2e-4 "
         "--max-grad-norm 1.",
         by_model="seq_len: 2048, or the original length if that is shorter; with --position-schedule full the target",
