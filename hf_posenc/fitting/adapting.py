@@ -44,6 +44,7 @@ from hf_posenc.evaluation.model_facts import hash_json
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.budget import Budget, Decide, Seconds
 from hf_posenc.fitting.config import AdaptConfig
+from hf_posenc.fitting.layer_changes import LayerChanges
 from hf_posenc.fitting.recording import OwnAttention
 from hf_posenc.fitting.rule_attention import RuleAttention, extended_layers, seen_keys
 from hf_posenc.fitting.short_matching import BETAS, low_rank_weights, match_short_texts
@@ -60,8 +61,6 @@ _QUARTERS = 4  # of a whole text, one of which a step takes queries from
 _ROUND = _WHOLE_EVERY * _QUARTERS  # steps that read each quarter once
 _SHARE = 1 / 3  # of a step's queries: those at copied pairs, and those of a piece that are in its first quarter
 _LONG_BEFORE = 16  # a pair of tokens is copied if it was there more than the original length over this before
-_SAMPLE = 2048  # inputs of a layer, for whose queries and keys the low-rank changes are the best of their rank
-_TRAINED_RANK = 16  # of the low-rank changes beside the maps
 _RATE_OF_MAPS = 1 / 6  # of the learning rate
 # Settings that decide no layer: those of what is done afterwards, and the name of the rule, which is in the identity.
 _NOT_OF_LAYERS = ("short_steps", "short_rate", "rule")
@@ -229,7 +228,7 @@ class LayerMatching:
         if (file := _file_of(module, self.folder)).is_file():  # fitted before the run was stopped
             return
         generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
-        changes = _Changes(module, self.modules, layer.wanted.shape[-1], generator)
+        changes = LayerChanges(module, self.modules, layer.wanted.shape[-1], generator)
         low_rank, maps = changes.weights()
         rate = self.config.learning_rate
         groups = [{"params": low_rank, "lr": rate}, {"params": maps, "lr": _RATE_OF_MAPS * rate}]
@@ -326,7 +325,7 @@ class LayerMatching:
         row: int,
         rows: torch.Tensor,
         read: slice,
-        changes: _Changes,
+        changes: LayerChanges,
         kept: dict[nn.Module, torch.Tensor],
     ) -> torch.Tensor:
         """Return the outputs of some queries of one text, ``(num_rows, heads, head_dim)``.
@@ -402,129 +401,6 @@ def _copied(ids: torch.Tensor, least: int, length: int) -> torch.Tensor:
                 found.append(start + at)
             last[pair] = at
     return torch.tensor(found, dtype=torch.int64)
-
-
-class _Change:
-    """A trained change of one projection: a low-rank one, and then a linear map of each head's outputs.
-
-    Attributes:
-        a, b: ``(rank, in_features)`` and ``(out_features, rank)``; those of LoRA, with its beginning.
-        maps: ``(heads, head_dim, head_dim)``, added to the outputs; None once they are part of ``a`` and ``b``.
-    """
-
-    def __init__(self, linear: nn.Linear, head_dim: int, generator: torch.Generator) -> None:
-        self.linear, self.head_dim = linear, head_dim
-        weight = linear.weight.detach()
-        drawn = torch.rand(_TRAINED_RANK, linear.in_features, generator=generator).to(weight.device)
-        self.a = nn.Parameter((2 * drawn - 1) / math.sqrt(linear.in_features))
-        self.b = nn.Parameter(weight.new_zeros(linear.out_features, _TRAINED_RANK).float())
-        self.maps: torch.Tensor | None
-        self.maps = nn.Parameter(weight.new_zeros(linear.out_features // head_dim, head_dim, head_dim).float())
-        self._inputs: list[torch.Tensor] = []  # the last ones
-
-    def note(self, states: torch.Tensor) -> None:
-        """Keep inputs, for ``reduce``."""
-        self._inputs.append(states.flatten(0, -2))
-        while sum(map(len, self._inputs[1:])) >= _SAMPLE:
-            del self._inputs[0]
-
-    def of(self, states: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs with the change."""
-        outputs = outputs + (states.float() @ self.a.T @ self.b.T).to(outputs.dtype)
-        if self.maps is None:
-            return outputs
-        bias = 0 if self.linear.bias is None else self.linear.bias.detach()  # low-rank changes have none
-        by_head = (outputs - bias).view(*outputs.shape[:-1], -1, self.head_dim)
-        return outputs + torch.einsum("...hi,hij->...hj", by_head, self.maps.to(outputs.dtype)).flatten(-2)
-
-    def reduce(self, rank: int) -> None:
-        """Let the low-rank change take the place of the maps too.
-
-        It is the best of its rank for the last inputs: what is changed of the outputs is projected on its first
-        principal directions. Each row of A gets the length of those that LoRA begins with.
-        """
-        assert self.maps is not None
-        low_rank = self.b @ self.a
-        by_head = (self.linear.weight.float() + low_rank).view(-1, self.head_dim, self.linear.in_features)
-        change = low_rank + torch.einsum("hij,hic->hjc", self.maps, by_head).flatten(0, 1)
-        outputs = torch.cat(self._inputs).float() @ change.T
-        directions = torch.linalg.svd(outputs, full_matrices=False).Vh[:rank]
-        rows = directions @ change
-        sizes = (math.sqrt(3) * rows.norm(dim=1)).clamp_min(1e-12)
-        self.a, self.b, self.maps = nn.Parameter(rows / sizes[:, None]), nn.Parameter(directions.T * sizes), None
-
-
-class _Changes:
-    """The changes of the projections of a layer's queries and keys."""
-
-    def __init__(self, module: nn.Module, names: Sequence[str], head_dim: int, generator: torch.Generator) -> None:
-        """Make changes that are none yet.
-
-        Args:
-            module: The attention layer.
-            names: Of the projections, which may hold values too.
-            head_dim: How many outputs in a row are of one head.
-            generator: Of their beginning.
-        """
-        self.module = module
-        children = {name: child for name, child in module.named_children() if name in names}
-        self.of = {name: _Change(cast(nn.Linear, child), head_dim, generator) for name, child in children.items()}
-
-    def weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return what is trained: the low-rank changes, and the maps."""
-        low_rank: list[torch.Tensor] = [weight for change in self.of.values() for weight in (change.a, change.b)]
-        return low_rank, [change.maps for change in self.of.values() if change.maps is not None]
-
-    def reduce(self, rank: int) -> dict[str, torch.Tensor]:
-        """Let low-rank changes take the place of all, and return them as PEFT names them."""
-        for change in self.of.values():
-            change.reduce(rank)
-        parts = [(f"{name}.lora_", change) for name, change in self.of.items()]
-        weights = {f"{begin}A.default.weight": change.a.detach() for begin, change in parts}
-        return weights | {f"{begin}B.default.weight": change.b.detach() for begin, change in parts}
-
-    @contextmanager
-    def in_place(self, kept: dict[nn.Module, torch.Tensor] | None = None) -> Iterator[None]:
-        """While open, the layer projects with the changes.
-
-        Args:
-            kept: Where no queries are asked for: what the unchanged projections made of the longest beginning of a
-                text so far, which is the same in every step. A projection of queries alone is then not computed.
-        """
-        before = {}
-        for name, linear in self.module.named_children():
-            if name in self.of or (kept is not None and name == "v_proj"):
-                before[linear] = linear.__dict__.get("forward")
-                linear.__dict__["forward"] = partial(self._forward, name, linear, linear.forward, kept)
-        try:
-            yield
-        finally:
-            for linear, forward in before.items():
-                del linear.__dict__["forward"]
-                if forward is not None:
-                    linear.__dict__["forward"] = forward
-
-    def _forward(
-        self,
-        name: str,
-        linear: Any,
-        compute: Callable[[torch.Tensor], torch.Tensor],
-        kept: dict[nn.Module, torch.Tensor] | None,
-        states: torch.Tensor,
-    ) -> torch.Tensor:
-        change = self.of.get(name)
-        if kept is None and change is not None:
-            change.note(states)
-        elif name == "q_proj":
-            return states.new_zeros(()).expand(*states.shape[:-1], linear.out_features)
-        if kept is not None and linear in kept and kept[linear].shape[1] >= states.shape[1]:
-            outputs = kept[linear][:, : states.shape[1]]
-        else:
-            with torch.no_grad():
-                outputs = compute(states)
-            if kept is not None:
-                kept[linear] = outputs
-        return outputs if change is None else change.of(states, outputs)
 
 
 def _of_row(value: Any, row: int, batch: int) -> Any:

@@ -19,6 +19,7 @@ from hf_posenc.fitting.adapting import Adapter
 from hf_posenc.fitting.config import AdaptConfig, FitConfig
 from hf_posenc.fitting.cost import cost_in_words
 from hf_posenc.fitting.fitting import FitResult, fit_method
+from hf_posenc.fitting.layer_changes import LayerChanges
 from hf_posenc.patching.presets import Preset
 from model_types import sharp_model as sharp_type
 from tiny_models import assert_same_state, logits, state, token_ids
@@ -243,7 +244,7 @@ class Projections(torch.nn.Module):
 def with_maps() -> tuple[Projections, Any, torch.Tensor]:
     torch.manual_seed(0)
     module = Projections()
-    changes = adapting._Changes(module, ("q_proj", "k_proj"), 8, torch.Generator())
+    changes = LayerChanges(module, ("q_proj", "k_proj"), 8, torch.Generator())
     for weights in changes.weights():
         for weight in weights:
             torch.nn.init.normal_(weight)
@@ -256,7 +257,7 @@ def test_a_map_of_each_head_is_a_change_of_its_rows() -> None:
     module, changes, states = with_maps()
     expected = {}
     for name, linear in module.named_children():
-        change = changes.of[name]
+        change = changes.by_name[name]
         weight, by_head = (linear.weight + change.b @ change.a).double(), change.maps.double()
         heads = [rows + of_head.T @ rows for rows, of_head in zip(weight.split(8), by_head, strict=True)]
         expected[name] = states.double() @ torch.cat(heads).T + (0 if linear.bias is None else linear.bias.double())
@@ -557,16 +558,16 @@ def test_projections_that_are_kept_or_left_out_change_nothing(monkeypatch: Any) 
     texts = [token_ids(512)[0], token_ids(512)[0].flip(0)]
     request = config(context_length=512, held_out=0, adapt_options={"steps": 20, "short_steps": 0})
     kept = fit_method(load_tiny(), None, texts, request).adapter
-    forward = adapting._Changes._forward
+    forward = LayerChanges._forward
 
     def computed(changes: Any, name: str, linear: Any, compute: Any, kept: Any, states: torch.Tensor) -> Any:
         if kept is None:
             return forward(changes, name, linear, compute, kept, states)
         with torch.no_grad():
             outputs = compute(states)
-        return outputs if name not in changes.of else changes.of[name].of(states, outputs)
+        return outputs if name not in changes.by_name else changes.by_name[name].of(states, outputs)
 
-    monkeypatch.setattr(adapting._Changes, "_forward", computed)
+    monkeypatch.setattr(LayerChanges, "_forward", computed)
     anew = fit_method(load_tiny(), None, texts, request).adapter
     assert kept is not None
     assert anew is not None
