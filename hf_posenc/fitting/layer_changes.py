@@ -7,13 +7,15 @@ both are written as low-rank changes alone (LoRA: Hu et al. 2021, arXiv:2106.096
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+
+from hf_posenc.fitting.forwards import replaced_forwards
 
 _SAMPLE = 2048  # inputs of a layer, for whose queries and keys the low-rank changes are the best of their rank
 _TRAINED_RANK = 16  # of the low-rank changes beside the maps
@@ -98,26 +100,20 @@ class LayerChanges:
         weights = {f"{begin}A.default.weight": change.a.detach() for begin, change in parts}
         return weights | {f"{begin}B.default.weight": change.b.detach() for begin, change in parts}
 
-    @contextmanager
-    def in_place(self, kept: dict[nn.Module, torch.Tensor] | None = None) -> Iterator[None]:
-        """While open, the layer projects with the changes.
+    def in_place(self, kept: dict[nn.Module, torch.Tensor] | None = None) -> AbstractContextManager[None]:
+        """Return a context manager, while which the layer projects with the changes.
 
         Args:
             kept: Where no queries are asked for: what the unchanged projections made of the longest beginning of a
                 text so far, which is the same in every step. A projection of queries alone is then not computed.
         """
-        before = {}
-        for name, linear in self.module.named_children():
-            if name in self.by_name or (kept is not None and name == "v_proj"):
-                before[linear] = linear.__dict__.get("forward")
-                linear.__dict__["forward"] = partial(self._forward, name, linear, linear.forward, kept)
-        try:
-            yield
-        finally:
-            for linear, forward in before.items():
-                del linear.__dict__["forward"]
-                if forward is not None:
-                    linear.__dict__["forward"] = forward
+        return replaced_forwards(
+            {
+                linear: partial(self._forward, name, linear, linear.forward, kept)
+                for name, linear in self.module.named_children()
+                if name in self.by_name or (kept is not None and name == "v_proj")
+            }
+        )
 
     def _forward(
         self,
@@ -127,16 +123,18 @@ class LayerChanges:
         kept: dict[nn.Module, torch.Tensor] | None,
         states: torch.Tensor,
     ) -> torch.Tensor:
-        change = self.by_name.get(name)
-        if kept is None and change is not None:
-            change.note(states)
-        elif name == "q_proj":
+        if kept is not None and name == "q_proj":
             return states.new_zeros(()).expand(*states.shape[:-1], linear.out_features)
-        if kept is not None and linear in kept and kept[linear].shape[1] >= states.shape[1]:
-            outputs = kept[linear][:, : states.shape[1]]
-        else:
-            with torch.no_grad():
+        length, change = states.shape[1], self.by_name.get(name)
+        with torch.no_grad():
+            if kept is None:
                 outputs = compute(states)
-            if kept is not None:
-                kept[linear] = outputs
-        return outputs if change is None else change.of(states, outputs)
+            else:
+                if linear not in kept or kept[linear].shape[1] < length:
+                    kept[linear] = compute(states)
+                outputs = kept[linear][:, :length]
+        if change is None:
+            return outputs
+        if kept is None:
+            change.note(states)
+        return change.of(states, outputs)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from hf_posenc.evaluation.lm_head import decoder_body, head_logits
 from hf_posenc.evaluation.memory import return_free_memory
 from hf_posenc.fitting.budget import Decide, Seconds
 from hf_posenc.fitting.config import AdaptConfig
+from hf_posenc.fitting.forwards import replaced_forwards
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_tensors
 
@@ -165,17 +166,10 @@ def _draw(texts: Sequence[torch.Tensor], original: int, seed: int, step: int) ->
     return torch.stack(drawn)
 
 
-@contextmanager
-def recomputed_layers(model: Any) -> Iterator[None]:
-    """While open, a decoder layer keeps only its inputs, and is computed again for the gradients."""
+def recomputed_layers(model: Any) -> AbstractContextManager[None]:
+    """Let decoder layers keep only their inputs, while the context manager is open: gradients compute them again."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.__dict__["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.__dict__["forward"]
+    return replaced_forwards({layer: partial(checkpoint, layer.forward, use_reentrant=False) for layer in layers})
 
 
 def _save(file: Path, weights: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, done: int) -> None:
