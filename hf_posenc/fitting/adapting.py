@@ -13,6 +13,7 @@ the pairs that rotate within short texts, which is what costs them least, and se
 Each text is read twice: as a whole, and cut into pieces of the original length. A step takes some queries of the whole
 text, or of one piece. Most take a piece: it has fewer keys, and short texts are what is to be kept. A third of the
 queries are where the text repeats what it had long before: few heads read that far, and those who do matter there.
+Where the error of a layer stays large, its steps are taken again.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ _ROUND = _WHOLE_EVERY * _QUARTERS  # steps that read each quarter once
 _SHARE = 1 / 3  # of a step's queries: those at copied pairs, and those of a piece that are in its first quarter
 _LONG_BEFORE = 16  # a pair of tokens is copied if it was there more than the original length over this before
 _RATE_OF_MAPS = 1 / 6  # of the learning rate
+_MOST_ROUNDS = 3  # of all the steps, in a layer whose error stays above the following
+_LARGE_ERROR = 0.008
 # Settings that decide no layer: those of what is done afterwards, and the name of the rule, which is in the identity.
 _NOT_OF_LAYERS = ("short_steps", "short_rate", "rule")
 _SHARE_OF_LAYERS = 0.6  # of the time that a budget leaves; the rest is for steps on short texts
@@ -167,6 +170,7 @@ class LayerMatching:
         seed: int,
         folder: Path,
         decide: Decide,
+        rounds: int,
     ) -> None:
         """Make one.
 
@@ -179,8 +183,9 @@ class LayerMatching:
             seed: Of the drawn queries.
             folder: Where the changes of each layer are kept as soon as they are fitted.
             decide: Returns how many steps are taken in each layer.
+            rounds: How often they may be taken where the error stays large.
         """
-        self.student, self.config, self.original, self.folder = student, config, original, folder
+        self.student, self.config, self.original, self.folder, self.rounds = student, config, original, folder, rounds
         self.num_texts, self.seed, self.decide = len(texts), seed, decide
         self.modules = projections(rotary)
         least = original // _LONG_BEFORE
@@ -257,8 +262,10 @@ class LayerMatching:
         self.student.begin(None, 0, 0)
         steps = self.decide(lambda: self._cost(module, gradients))
         before = measured()
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-        for step in range(steps):
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.9 * (step % steps) / steps)
+        for step in range(self.rounds * steps):
+            if step and step % steps == 0 and measured() <= _LARGE_ERROR:
+                break
             gradients(step, generator)
             optimizer.step()
             schedule.step()
@@ -476,7 +483,8 @@ def adapt(
     decide_short = partial(budget.steps, config.short_steps, kept, share=share, fewest=0)
     if not all(_file_of(layer, folder).is_file() for layer in fitted):
         with teacher:
-            matching = LayerMatching(rotary, student, config, texts, original, seed, folder, decide)
+            rounds = 1 if limit else _MOST_ROUNDS  # a limit counts the steps once
+            matching = LayerMatching(rotary, student, config, texts, original, seed, folder, decide, rounds)
             _fit_layers(rotary, fitted, texts, matching, show_progress)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

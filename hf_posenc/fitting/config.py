@@ -52,7 +52,9 @@ class AdaptConfig:
 
     rule: str = setting("llama3", None, "static method, preset, or folder of an earlier fit")
     rank: int = setting(64, whole(1), "rank of the changes")
-    steps: int = setting(600, whole(1), "steps of Adam in each layer")
+    steps: int = setting(
+        600, whole(1), "steps of Adam in each layer; up to three times as many if its error stays large"
+    )
     queries: int = setting(96, whole(1), "queries of a step")
     learning_rate: float = setting(6e-3, number(above=0), "of Adam; it falls to a tenth")
     short_steps: int = setting(36, whole(0), "steps of Adam on short texts, with all layers together")

@@ -135,6 +135,6 @@ class LayerChanges:
                 outputs = kept[linear][:, :length]
         if change is None:
             return outputs
-        if kept is None:
+        if kept is None and torch.is_grad_enabled():  # not while an error is measured
             change.note(states)
         return change.of(states, outputs)

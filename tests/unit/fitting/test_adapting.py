@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ def config(**changes: Any) -> FitConfig:
 def load_tiny() -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
     return model.eval()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def steps_are_taken_once() -> Iterator[None]:
+    """So few steps leave large errors, and taking them again is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapting, "_MOST_ROUNDS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +254,38 @@ def test_errors_are_of_the_rank_that_is_kept() -> None:
     assert all(one > many for (_, one), (_, many) in zip(*errors, strict=True))
 
 
+def test_a_layer_whose_error_stays_large_takes_the_steps_again(fit: dict[str, Any], monkeypatch: Any) -> None:
+    """Each measurement of an error is of 16 draws; with a budget, the steps are taken once."""
+    once = [after for _, after in fit["result"].adapter.errors]
+    draws, of_layers = 0, []
+    error, reduce = adapting.LayerMatching._error, LayerChanges.reduce
+
+    def counted(*args: Any) -> torch.Tensor:
+        nonlocal draws
+        draws += 1
+        return error(*args)
+
+    def at_the_end(changes: LayerChanges, rank: int) -> Any:
+        nonlocal draws
+        of_layers.append(draws)
+        weights, draws = reduce(changes, rank), -16  # of the measurement that follows
+        return weights
+
+    monkeypatch.setattr(adapting.LayerMatching, "_error", counted)
+    monkeypatch.setattr(LayerChanges, "reduce", at_the_end)
+    monkeypatch.setattr(adapting, "_MOST_ROUNDS", 3)
+    monkeypatch.setattr(adapting, "_LARGE_ERROR", sum(sorted(once)[-2:]) / 2)
+    request = config(adapt_options=FEW_STEPS | {"short_steps": 0})
+    adapter = fit_method(load_tiny(), AutoTokenizer.from_pretrained(tiny_model_path()), TEXTS, request).adapter
+    assert adapter is not None
+    worst = once.index(max(once))
+    for layer, steps in enumerate(of_layers):
+        assert steps in ((16 + 40 + 16 + 40 + 16, 16 + 3 * 40 + 32) if layer == worst else (16 + 40 + 16,))
+    again = [after for _, after in adapter.errors]
+    assert again[worst] < once[worst]
+    assert again[:worst] + again[worst + 1 :] == once[:worst] + once[worst + 1 :]
+
+
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_a_layer_reads_every_part_of_every_text(number: int, monkeypatch: Any) -> None:
     """One of four steps reads a quarter of a whole text with all before it, and the others a piece."""
@@ -316,6 +357,7 @@ def test_a_budget_takes_fewer_steps_in_layers_and_on_short_texts(tmp_path: Path,
     in 32. Then three on short texts are timed, and 190 seconds are left.
     """
     clock = Clock(monkeypatch)
+    monkeypatch.setattr(adapting, "_MOST_ROUNDS", 3)  # not with a budget
     request = config(held_out=0, budget=570.0, adapt_options={"steps": 40, "short_steps": 40})
     texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
     result = fit_method(load_tiny(), None, texts, request, work_dir=tmp_path)

@@ -43,7 +43,8 @@ def test_a_map_of_each_head_is_a_change_of_its_rows() -> None:
         with changes.in_place():
             return {name: linear(states).double() for name, linear in module.named_children()}
 
-    torch.testing.assert_close(found(), expected, rtol=1e-4, atol=1e-3)
+    with torch.enable_grad():  # as in a step
+        torch.testing.assert_close(found(), expected, rtol=1e-4, atol=1e-3)
     changes.reduce(32)
     torch.testing.assert_close(found(), expected, rtol=1e-4, atol=1e-3)
     plain = module.q_proj(states)
@@ -52,10 +53,12 @@ def test_a_map_of_each_head_is_a_change_of_its_rows() -> None:
 
 @torch.no_grad()
 def test_low_rank_changes_are_the_best_of_their_rank() -> None:
-    """The squared error is that of the singular values which are left out."""
+    """The squared error is that of the singular values which are left out. Inputs in no step do not count."""
     module, changes, states = with_maps()
     unchanged = module.q_proj(states)
     with changes.in_place():
+        module.q_proj(10 * torch.randn_like(states))
+    with torch.enable_grad(), changes.in_place():
         right = module.q_proj(states)
         module.k_proj(states)
     weights = changes.reduce(5)
