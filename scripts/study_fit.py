@@ -49,7 +49,7 @@ ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapted, seed 1": ({}, {"seed": 1}),
     "adapted, seed 2": ({}, {"seed": 2}),
     "adapted, rank 4": ({"rank": 4}, {}),
-    "adapted, rank 64": ({"rank": 64}, {}),
+    "adapted, rank 16": ({"rank": 16}, {}),
     "adapted, no steps on short texts": ({"short_steps": 0}, {}),
     "adapted, 2 texts": ({}, {"max_texts": 2}),
     "adapted to the fitted rule": ({"rule": RULE}, {}),
