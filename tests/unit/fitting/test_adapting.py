@@ -255,7 +255,7 @@ def test_errors_are_of_the_rank_that_is_kept() -> None:
 
 
 def test_a_layer_whose_error_stays_large_takes_the_steps_again(fit: dict[str, Any], monkeypatch: Any) -> None:
-    """Each measurement of an error is of 16 draws; with a budget, the steps are taken once."""
+    """Each measurement of an error is of 16 draws."""
     once = [after for _, after in fit["result"].adapter.errors]
     draws, of_layers = 0, []
     error, reduce = adapting.LayerMatching._error, LayerChanges.reduce
