@@ -44,11 +44,11 @@ from hf_posenc.evaluation.memory import return_free_memory
 from hf_posenc.evaluation.model_facts import hash_json
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.budget import Budget, Decide, Seconds
-from hf_posenc.fitting.config import AdaptConfig
+from hf_posenc.fitting.config import MOST_ROUNDS, AdaptConfig
 from hf_posenc.fitting.layer_changes import LayerChanges
 from hf_posenc.fitting.recording import OwnAttention
 from hf_posenc.fitting.rule_attention import RuleAttention, extended_layers, seen_keys
-from hf_posenc.fitting.short_matching import BETAS, low_rank_weights, match_short_texts
+from hf_posenc.fitting.short_matching import BETAS, LAST_RATE, low_rank_weights, match_short_texts
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_tensors
 
@@ -63,8 +63,7 @@ _ROUND = _WHOLE_EVERY * _QUARTERS  # steps that read each quarter once
 _SHARE = 1 / 3  # of a step's queries: those at copied pairs, and those of a piece that are in its first quarter
 _LONG_BEFORE = 16  # a pair of tokens is copied if it was there more than the original length over this before
 _RATE_OF_MAPS = 1 / 6  # of the learning rate
-_MOST_ROUNDS = 3  # of all the steps, in a layer whose error stays above the following
-_LARGE_ERROR = 0.008
+_LARGE_ERROR = 0.008  # of a layer: above it, its steps are taken again
 # Settings that decide no layer: those of what is done afterwards, and the name of the rule, which is in the identity.
 _NOT_OF_LAYERS = ("short_steps", "short_rate", "rule")
 _SHARE_OF_LAYERS = 0.6  # of the time that a budget leaves; the rest is for steps on short texts
@@ -262,7 +261,8 @@ class LayerMatching:
         self.student.begin(None, 0, 0)
         steps = self.decide(lambda: self._cost(module, gradients))
         before = measured()
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.9 * (step % steps) / steps)
+        fall = (1 - LAST_RATE) / steps
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - fall * (step % steps))
         for step in range(self.rounds * steps):
             if step and step % steps == 0 and measured() <= _LARGE_ERROR:
                 break
@@ -483,7 +483,7 @@ def adapt(
     decide_short = partial(budget.steps, config.short_steps, kept, share=share, fewest=0)
     if not all(_file_of(layer, folder).is_file() for layer in fitted):
         with teacher:
-            rounds = 1 if limit else _MOST_ROUNDS  # a limit counts the steps once
+            rounds = 1 if limit else MOST_ROUNDS  # a limit counts the steps once
             matching = LayerMatching(rotary, student, config, texts, original, seed, folder, decide, rounds)
             _fit_layers(rotary, fitted, texts, matching, show_progress)
     with torch.random.fork_rng(devices=[]):

@@ -29,6 +29,10 @@ _FOLDER = Path(__file__).with_name("objectives")
 OBJECTIVES = tuple(sorted(one.name for one in pkgutil.iter_modules([str(_FOLDER)]) if one.name != "base"))
 
 
+# Times that all steps of --adapt may be taken, in a layer whose error stays large.
+MOST_ROUNDS = 3
+
+
 def rule_of(name: str, factor: float) -> Method:
     """Return what a method, a preset or the folder of an earlier fit is at a factor.
 

@@ -36,7 +36,7 @@ _PARTS = (16, 4, 1)  # of the original length, in turn
 TOKENS_IN_STRETCHES = 2048  # of a step, where a stretch is no longer
 ROWS_OF_LOGITS = 256  # in memory at a time
 _WARMUP = 5  # steps in which the rate rises
-_LAST_RATE = 0.1  # of the learning rate, at the end
+LAST_RATE = 0.1  # of the learning rate, at the end
 
 
 def match_short_texts(
@@ -146,7 +146,7 @@ def divergence(model: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.
 
 def _rate(step: int, steps: int) -> float:
     """Return the share of the learning rate: it rises over a few steps, then falls along a cosine."""
-    falling = _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    falling = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * step / steps))
     return min(1.0, (step + 1) / _WARMUP) * falling
 
 

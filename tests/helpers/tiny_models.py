@@ -1,4 +1,4 @@
-"""Random two-layer models of many families, and every static method with the options it needs."""
+"""Random two-layer models of many families, the packaged tiny model, and every static method with its options."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import extend_config
+from hf_posenc.assets import tiny_model_path
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -58,6 +59,12 @@ STATIC_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ntk_rcd-constant": ("ntk_rcd", {"critical_pair": 2, "scale": 6.0, "beyond_critical": "constant"}),
     "yarn_rcd": ("yarn_rcd", {}),
 }
+
+
+def load_tiny() -> PreTrainedModel:
+    """Return the packaged tiny model."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
+    return model.eval()
 
 
 def make_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:

@@ -11,46 +11,30 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from adapted_models import FEW_STEPS
+from adapted_models import adapt_config as config
 from attention_models import ORIGINAL
 from hf_posenc import load_extended, patched, save_extended, verify_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError
 from hf_posenc.fitting import adapting, short_matching
 from hf_posenc.fitting.adapting import Adapter
-from hf_posenc.fitting.config import AdaptConfig, FitConfig
+from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.cost import cost_in_words
 from hf_posenc.fitting.fitting import FitResult, fit_method
 from hf_posenc.fitting.layer_changes import LayerChanges
 from hf_posenc.patching.presets import Preset
 from model_types import sharp_model as sharp_type
-from tiny_models import assert_same_state, logits, state, token_ids
+from tiny_models import assert_same_state, load_tiny, logits, state, token_ids
 
 TEXTS = [load_novel(name)[20000:25000] for name in ("emma", "mansfieldpark", HELD_OUT_NOVEL)]
-FEW_STEPS = {"rule": "ntk", "steps": 40, "short_steps": 6}
-
-
-def config(**changes: Any) -> FitConfig:
-    settings: dict[str, Any] = {
-        "context_length": 1024,
-        "max_texts": 2,
-        "compare": ["none", "ntk"],
-        "held_out_numbers": 0,
-        "hide_progress": True,
-        "adapt_options": FEW_STEPS,
-    }
-    return FitConfig(**{**settings, **changes})
-
-
-def load_tiny() -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
-    return model.eval()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def steps_are_taken_once() -> Iterator[None]:
     """So few steps leave large errors, and taking them again is slow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapting, "_MOST_ROUNDS", 1)
+        patch.setattr(adapting, "MOST_ROUNDS", 1)
         yield
 
 
@@ -273,7 +257,7 @@ def test_a_layer_whose_error_stays_large_takes_the_steps_again(fit: dict[str, An
 
     monkeypatch.setattr(adapting.LayerMatching, "_error", counted)
     monkeypatch.setattr(LayerChanges, "reduce", at_the_end)
-    monkeypatch.setattr(adapting, "_MOST_ROUNDS", 3)
+    monkeypatch.setattr(adapting, "MOST_ROUNDS", 3)
     monkeypatch.setattr(adapting, "_LARGE_ERROR", sum(sorted(once)[-2:]) / 2)
     request = config(adapt_options=FEW_STEPS | {"short_steps": 0})
     adapter = fit_method(load_tiny(), AutoTokenizer.from_pretrained(tiny_model_path()), TEXTS, request).adapter
@@ -322,97 +306,6 @@ def test_a_layer_reads_every_part_of_every_text(number: int, monkeypatch: Any) -
     assert len(whole) == len(set(whole))
     assert set(whole) == set(pieces) == everything
     assert len(pieces) == 3 * len(whole)
-
-
-class Clock:
-    """Time that passes only in steps: a second for one in a layer, ten for one on short texts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, of_length: float = 0.0) -> None:
-        """Let one on short texts take so many seconds more for each token of a stretch."""
-        self.now, self.in_layers, self.on_short = 100.0, 0, 0
-        error, divergence, draw = adapting.LayerMatching._error, short_matching.divergence, short_matching._draw
-        monkeypatch.setattr("hf_posenc.fitting.budget.time.perf_counter", lambda: self.now)
-
-        def of_a_layer(matching: Any, *args: Any) -> torch.Tensor:
-            self.now, self.in_layers = self.now + 1, self.in_layers + 1
-            return error(matching, *args)
-
-        def drawn(*args: Any) -> torch.Tensor:
-            self.drawn = draw(*args)
-            return self.drawn
-
-        def of_short_texts(*args: Any) -> torch.Tensor:
-            self.now, self.on_short = self.now + 10 + of_length * self.drawn.shape[1], self.on_short + 1
-            return divergence(*args)
-
-        monkeypatch.setattr(adapting.LayerMatching, "_error", of_a_layer)
-        monkeypatch.setattr(short_matching, "_draw", drawn)
-        monkeypatch.setattr(short_matching, "divergence", of_short_texts)
-
-
-def test_a_budget_takes_fewer_steps_in_layers_and_on_short_texts(tmp_path: Path, monkeypatch: Any) -> None:
-    """Six layers and four texts, two of them in pieces.
-
-    Twenty steps are timed; of the 550 seconds that are left three fifths are for 23 steps in each layer and its errors
-    in 32. Then three on short texts are timed, and 190 seconds are left.
-    """
-    clock = Clock(monkeypatch)
-    monkeypatch.setattr(adapting, "_MOST_ROUNDS", 3)  # not with a budget
-    request = config(held_out=0, budget=570.0, adapt_options={"steps": 40, "short_steps": 40})
-    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
-    result = fit_method(load_tiny(), None, texts, request, work_dir=tmp_path)
-    assert (clock.in_layers, clock.on_short) == (20 + 6 * 55, 3 + 19)
-    fewer = {"steps": 23, "short_steps": 19}
-    assert {name: result.facts["adapted"][name] for name in fewer} == fewer
-    none = config(held_out=0, budget=570.0, adapt_options={"steps": 40, "short_steps": 0})
-    assert fit_method(load_tiny(), None, texts, none, work_dir=tmp_path).facts["adapted"]["short_steps"] == 0
-    again = fit_method(load_tiny(), None, texts, request, work_dir=tmp_path)
-    assert (clock.in_layers, clock.on_short) == (20 + 6 * 55, 3 + 19)
-    monkeypatch.setattr(adapting, "_MOST_ROUNDS", 1)
-    alone = fit_method(load_tiny(), None, texts, config(held_out=0, adapt_options=fewer))
-    for adapter in (again.adapter, alone.adapter):
-        assert adapter is not None
-        assert result.adapter is not None
-        assert adapter.errors == result.adapter.errors
-        assert all(torch.equal(weight, adapter.weights[name]) for name, weight in result.adapter.weights.items())
-
-
-def test_a_budget_knows_that_longer_stretches_take_more(monkeypatch: Any) -> None:
-    """Of the original length 256; steps on 16, 64 and 256 tokens take 18, 42 and 138 seconds, 66 on average."""
-    clock = Clock(monkeypatch, of_length=0.5)
-    request = config(held_out=0, budget=1000.0, adapt_options={"steps": 40, "short_steps": 40})
-    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
-    result = fit_method(load_tiny(), None, texts, request)
-    assert result.facts["adapted"]["short_steps"] == (1000 - 20 - 6 * 72 - (18 + 18 + 42)) // 66
-    assert 900 < clock.now - 100 <= 1000
-
-
-def test_a_budget_keeps_time_for_the_measurement_and_each_seed(monkeypatch: Any) -> None:
-    """Of 2300 seconds, 300 are kept to measure three rules; a second seed has what the first one leaves."""
-    clock = Clock(monkeypatch)
-    monkeypatch.setattr("hf_posenc.fitting.fitting.time_pass", lambda rotary, ids: 100.0)
-    monkeypatch.setattr("hf_posenc.fitting.fitting.measure_rows", lambda run, *rest: ({}, [str(run.budget.left)]))
-    taken: list[tuple[int, int]] = []
-    wrap = Adapter.__init__
-
-    def noted(adapter: Adapter, settings: Any, *rest: Any) -> None:
-        taken.append((settings.steps, settings.short_steps))
-        wrap(adapter, settings, *rest)
-
-    monkeypatch.setattr(Adapter, "__init__", noted)
-    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0), token_ids(1024)[0].roll(1)]
-    request = config(seeds=2, budget=2300.0, adapt_options={"steps": 100, "short_steps": 100})
-    fit_method(load_tiny(), None, texts, request)
-    # After 20 seconds of timing 1980 x 1/2 x 3/5 / 6 layers - 32 (measured), after 30 more 1356 x 1/2 / 10; then of 686
-    assert taken == [(67, 67), (34, 24)]
-    assert clock.now - 100 <= 2000
-
-
-def test_a_budget_that_is_too_short_for_the_layers(tmp_path: Path, monkeypatch: Any) -> None:
-    Clock(monkeypatch)
-    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
-    with pytest.raises(InvalidRequestError, match=r"60 s is too short: 20 steps in each layer need 9\.0 min in all"):
-        fit_method(load_tiny(), None, texts, config(held_out=0, budget=60.0), work_dir=tmp_path)
 
 
 def test_the_changes_of_each_seed_are_measured_with_its_own_rule() -> None:
@@ -611,4 +504,6 @@ def test_models_that_cannot_be_adapted(monkeypatch: Any) -> None:
 
 def test_the_cost_names_the_steps() -> None:
     words = cost_in_words(load_tiny(), config(), 2, "out")
-    assert "40 steps in each layer for changes of rank 64, and 6 steps on short texts" in words
+    changes = "for changes of rank 64, and 6 steps on short texts"
+    assert f"40 steps in each layer (up to 120 where its error stays large) {changes}" in words
+    assert f"40 steps in each layer {changes}" in cost_in_words(load_tiny(), config(budget=60.0), 2, "out")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from attention_models import sharp_model
 from hf_posenc import patch_model
@@ -21,12 +21,7 @@ from hf_posenc.fitting.fitting import FitResult, fit_method
 from model_types import sharp_model as sharp_type
 from model_types import tiny_model
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
-from tiny_models import assert_same_state, logits, make_model, state, token_ids
-
-
-def load_tiny() -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
-    return model.eval()
+from tiny_models import assert_same_state, load_tiny, logits, make_model, state, token_ids
 
 
 @pytest.fixture(scope="module")
