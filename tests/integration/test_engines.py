@@ -6,7 +6,6 @@ other work on two cores. ``engines.py`` says how to name environments that are t
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -96,9 +95,7 @@ def by_vllm(extended: Extended, tmp_path_factory: pytest.TempPathFactory) -> dic
         jobs[f"{key}, folder"], jobs[f"{key}, override"] = extended.commands(key, "vllm")
         assert jobs[f"{key}, override"][0] == str(extended.root / "base")
     (jobs["adapted"],) = extended.commands("adapted", "vllm")
-    rule = json.loads(jobs["adapted"][-1]) | {"max_position_embeddings": TARGET}
-    of_rule = [str(extended.root / "base"), *jobs["adapted"][1:-1], json.dumps(rule)]
-    jobs["base and adapter"] = [*of_rule, "--enable-lora", "--lora-modules", f"it={extended.root / 'adapter'}"]
+    jobs["base and adapter"], _ = extended.commands("adapter", "vllm")  # the second one needs the plugin
     return log_probabilities("vllm", tmp_path_factory.mktemp("vllm"), jobs, extended.ids)
 
 
