@@ -285,7 +285,10 @@ REFUSED = [
     ({"method": "yran"}, "unknown method 'yran'"),
     ({"method": "yarn", "factor": 2, "context_length": "8k"}, "not both"),
     ({"method": "yarn", "context_length": "long"}, "expected a number of tokens such as 32768 or 32k, got 'long'"),
-    ({"method": "yarn", "dtype": "float31"}, "unknown dtype 'float31'. Known: auto, checkpoint, float32"),
+    (
+        {"method": "yarn", "dtype": "float31"},
+        "unknown dtype 'float31'. Did you mean 'float32'\\? Known: auto, checkpoint, float32",
+    ),
     ({"device": "abacus"}, "device 'abacus' cannot be used here"),
     ({"pretrained": "./nowhere"}, "there is no file or folder './nowhere'"),
 ]
