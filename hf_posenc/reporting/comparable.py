@@ -512,4 +512,4 @@ def _columns(lines: Sequence[tuple[str, dict[int, str]]], column: int) -> str:
     width = max(len(name) for name, _ in lines)
     head = " " * width + "".join(f"{length_name(length):>{column}}" for length in lengths)
     written = (f"{name:<{width}}" + "".join(f"{cells.get(n, ''):>{column}}" for n in lengths) for name, cells in lines)
-    return "\n".join([head, *written])
+    return "\n".join([head, *map(str.rstrip, written)])

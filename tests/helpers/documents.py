@@ -241,7 +241,7 @@ def compare_output(page: Page, block: Block, printed: str) -> None:
     said = page.substituted(block.code)
     if block.numbers_differ:
         said, printed = (re.sub(r"[+-]?\d[\d.,]*", "N", text) for text in (said, printed))
-    lines, found = ([line.rstrip() for line in text.splitlines()] for text in (said, printed))
+    lines, found = said.splitlines(), printed.splitlines()
     adjacent = [found[start : start + len(lines)] for start in range(len(found))]
     assert lines in adjacent, f"{page.name}, line {block.line}: the block before it prints\n{printed}\nand not\n{said}"
 

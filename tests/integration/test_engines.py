@@ -11,24 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from adapted_models import fit_adapted
 from engines import log_probabilities
 from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.exports import export_command
-from tiny_models import STATIC_METHODS, method_options
+from tiny_models import STATIC_METHODS, load_tiny, method_options
 
 pytestmark = pytest.mark.slow
 
 ORIGINAL, TARGET, LENGTH = 256, 1024, 400
 # Its rotary embedding takes no number for these: export refuses them, with the reason.
 NOT_BY_MLX = {"yarn-paper", "yarn-harmonic", "yarn-options", "nope", "ntk_rcd-constant"}
-
-
-def tiny() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
 
 
 class Extended:
@@ -44,11 +40,11 @@ class Extended:
         tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
         self.root, self.live = root, {}
         self.ids = tokenizer(load_novel("persuasion")[:3000], verbose=False)["input_ids"][:LENGTH]
-        base = tiny()
+        base = load_tiny()
         base.save_pretrained(root / "base")
         tokenizer.save_pretrained(root / "base")
         for key in STATIC_METHODS:
-            model = tiny()
+            model = load_tiny()
             method, options = method_options(key, model)
             if "short_factor" in options:  # two lists are refused
                 options["short_factor"] = options["long_factor"]

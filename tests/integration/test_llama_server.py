@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from adapted_models import fit_adapted
 from gguf_files import write_gguf
@@ -17,16 +17,12 @@ from hf_posenc.cli.main import main
 from hf_posenc.exports import export_gguf
 from hf_posenc.serving import check_server
 from llama_server import SCALING, ask, next_token, serving
-from tiny_models import STATIC_METHODS, method_options
+from tiny_models import STATIC_METHODS, load_tiny, method_options
 
 pytest.importorskip("xllamacpp", reason="llama.cpp's server is one wheel: pip install 'hf_posenc[dev]'")
 
 ORIGINAL, TARGET = 256, 1024
 ROWS = (64, 250, 400, 640)  # tokens read; the last two past the original length
-
-
-def tiny() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +37,20 @@ def ids(tokenizer) -> list[int]:
 
 @pytest.fixture(scope="module")
 def base(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("gguf") / "base.gguf", tiny(), tokenizer)
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "base.gguf", load_tiny(), tokenizer)
 
 
 @pytest.fixture(scope="module")
 def unscaled(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve the base model at the target length, the rule left out."""
-    model = tiny()
+    model = load_tiny()
     model.config.max_position_embeddings = TARGET
     with serving(write_gguf(tmp_path_factory.mktemp("gguf") / "unscaled.gguf", model, tokenizer), TARGET) as address:
         yield address
 
 
 def extended(folder: Path, tokenizer, key: str) -> tuple[Path, PreTrainedModel]:
-    model = tiny()
+    model = load_tiny()
     method, options = method_options(key, model)
     patch_model(model, method, TARGET / ORIGINAL, **options)
     save_extended(model, folder, tokenizer)
@@ -101,7 +97,7 @@ def test_llama_server_runs_a_model_whose_projections_were_changed(ids: list[int]
     export_gguf(tmp_path / "model", tmp_path / "rule.gguf", base=converted)
     with serving(tmp_path / "rule.gguf", TARGET) as address:
         assert differences(model, ids, address, ROWS).max() < 1e-4
-        other = patch_model(tiny(), result.method, context_length=TARGET, **result.options).eval()
+        other = patch_model(load_tiny(), result.method, context_length=TARGET, **result.options).eval()
         assert differences(other, ids, address, ROWS).max() > 1e-3  # the same rule, the weights of the base
 
 
@@ -109,7 +105,7 @@ def test_two_servers_of_one_file_read_short_and_long_requests_by_two_rules(
     ids: list[int], tokenizer, tmp_path: Path
 ) -> None:
     _, model = extended(tmp_path / "model", tokenizer, "yarn")
-    unextended = tiny()
+    unextended = load_tiny()
     unextended.config.max_position_embeddings = TARGET  # which --override-kv says to llama-server
     file = write_gguf(tmp_path / "base.gguf", unextended, tokenizer)
     yarn = {SCALING: "LLAMA_ROPE_SCALING_TYPE_YARN", "rope_freq_scale": ORIGINAL / TARGET, "yarn_orig_ctx": ORIGINAL}
@@ -160,7 +156,7 @@ def test_verify_tells_a_lost_attention_factor_and_a_rule_that_it_does_not_know(
     for number, (attention_factor, verdict, rule) in enumerate(
         ((1.0, "another", "yarn without its attention factor"), (1.3, "differs", None))
     ):
-        other = patch_model(tiny(), "yarn", 4, attention_factor=attention_factor)
+        other = patch_model(load_tiny(), "yarn", 4, attention_factor=attention_factor)
         save_extended(other, tmp_path / f"other{number}", tokenizer)
         export_gguf(tmp_path / f"other{number}", tmp_path / f"{number}.gguf", base=base)
         with serving(tmp_path / f"{number}.gguf", TARGET) as address:

@@ -26,7 +26,7 @@ from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.exports import export_command
 from hf_posenc.serving import check_server
-from tiny_models import STATIC_METHODS, method_options
+from tiny_models import STATIC_METHODS, load_tiny, method_options
 from wheels import build_wheel
 
 pytestmark = pytest.mark.slow
@@ -63,11 +63,11 @@ class Served:
     def __init__(self, root: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
         self.root, self.ids = root, tokenizer(load_novel("persuasion")[:6000], verbose=False)["input_ids"]
-        base = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
+        base = load_tiny()
         base.save_pretrained(root / "base")
         tokenizer.save_pretrained(root / "base")
         for key in STATIC_METHODS:
-            model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
+            model = load_tiny()
             method, options = method_options(key, model)
             if "short_factor" in options:  # two lists are refused
                 options["short_factor"] = options["long_factor"]

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from adapted_models import adapt_config as config
-from adapted_models import load_tiny
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.fitting import adapting, short_matching
 from hf_posenc.fitting.adapting import Adapter
 from hf_posenc.fitting.fitting import fit_method
-from tiny_models import token_ids
+from tiny_models import load_tiny, token_ids
 
 
 class Clock:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attention_models import sharp_model
 from hf_posenc import patch_model
@@ -18,7 +18,7 @@ from hf_posenc.fitting.hidden_numbers import FITTED_ON, MEASURED_BY, HiddenNumbe
 from hf_posenc.fitting.measuring import NumbersFound, measured_lengths, numbers_found
 from model_types import sharp_model as sharp_type
 from tiny_llama import make_tiny_tokenizer
-from tiny_models import logits, token_ids
+from tiny_models import load_tiny, logits, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_what_a_model_finds_is_what_whole_forwards_say(family: str) -> None:
 
 def test_the_tiny_model_reads_them_where_it_can(words: PreTrainedTokenizerFast) -> None:
     """Each score is that of a whole forward over text, question and answer."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32).eval()
+    model = load_tiny()
     text = torch.tensor(words(load_novel(HELD_OUT_NOVEL)[:2000], add_special_tokens=False).input_ids)[:220]
     ids, hidden = hide_numbers(words, text, 3, Random(5), MEASURED_BY)
     wanted = []

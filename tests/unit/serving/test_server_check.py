@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import tiny_model_path
@@ -25,6 +25,7 @@ from hf_posenc.serving import check_server
 from hf_posenc.serving.http_json import Endpoint
 from hf_posenc.serving.log_probabilities import LogProbs, find_server
 from hf_posenc.serving.server_verdict import PRECISIONS, Difference, judge, share_of
+from tiny_models import load_tiny
 
 Answer = tuple[int, Any]
 Answers = Callable[[str, dict[str, Any] | None], Answer]
@@ -64,7 +65,7 @@ def server(answers: Answers) -> Iterator[str]:
 
 
 def tiny(method: str | None = None, **options: Any) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
+    model = load_tiny()
     return model if method is None else patch_model(model, method, 4, **options)
 
 

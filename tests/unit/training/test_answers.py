@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.errors import InvalidRequestError
@@ -16,11 +15,12 @@ from hf_posenc.patching.api import patch_model
 from hf_posenc.retrieving.measuring_retrieval import retrieval
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.training.answers import ANSWERS
+from tiny_models import load_tiny
 from tiny_runs import losses
 
 
 def tiny() -> Any:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32).eval()
+    model = load_tiny()
     return model, AutoTokenizer.from_pretrained(tiny_model_path())
 
 

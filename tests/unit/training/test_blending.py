@@ -20,6 +20,7 @@ from hf_posenc.training.blending import SHORT_TEXTS, next_share, set_share
 from hf_posenc.training.retaining import retained_texts
 from hf_posenc.training.run_file import read_run
 from hf_posenc.utils.dtypes import DtypeChoice, remember_choice
+from tiny_models import load_tiny
 from tiny_runs import assert_same_run
 
 
@@ -29,7 +30,7 @@ def few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tiny() -> Any:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32).eval()
+    model = load_tiny()
     return model, AutoTokenizer.from_pretrained(tiny_model_path())
 
 
