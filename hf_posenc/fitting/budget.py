@@ -15,8 +15,6 @@ from hf_posenc.utils.units import duration_name
 _FEWEST_STEPS = 20  # with fewer of them, a fit is refused
 
 Seconds = tuple[float, float]  # what is needed however many steps there are, and of each step
-# Returns how many steps there are; it may ask for their seconds, which takes some.
-Decide = Callable[[Callable[[], Seconds]], int]
 
 
 @dataclass

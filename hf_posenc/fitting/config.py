@@ -27,10 +27,7 @@ WORK_FILES = ("teacher-*", "fit_state*", "steps*", "results.jsonl*", "seeds.json
 # The files of the folder: importing them would import PyTorch.
 _FOLDER = Path(__file__).with_name("objectives")
 OBJECTIVES = tuple(sorted(one.name for one in pkgutil.iter_modules([str(_FOLDER)]) if one.name != "base"))
-
-
-# Times that all steps of --adapt may be taken, in a layer whose error stays large.
-MOST_ROUNDS = 3
+_MOST_ROUNDS = 3  # times that all steps of --adapt may be taken, in a layer whose error stays large
 
 
 def rule_of(name: str, factor: float) -> Method:
@@ -207,6 +204,11 @@ class FitConfig:
         """
         return None if self.adapt_options is None else AdaptConfig.of(self.adapt_options)
 
+    @property
+    def most_rounds(self) -> int:
+        """How often the steps of a layer may be taken where its error stays large; a budget counts them once."""
+        return _MOST_ROUNDS if self.budget is None else 1
+
     def request(self, method: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the keywords of ``patch_model`` for a method at the target."""
         original = self.original_max_position_embeddings
@@ -220,6 +222,13 @@ class FitConfig:
     def teacher_request(self) -> dict[str, Any] | None:
         """Return the keywords of ``patch_model`` for the teacher; None for the unextended model."""
         return None if self.teacher == NO_METHOD else self.request(self.teacher, self.teacher_options)
+
+    def rule_request(self) -> dict[str, Any] | None:
+        """Return the keywords of ``patch_model`` for the rule of changed weights; None where a rule is fitted."""
+        if self.adapt is None:
+            return None
+        rule = rule_of(self.adapt.rule, 1.0)
+        return self.request(rule.name, rule.changed_options())
 
     def original(self, trained: int) -> int:
         """Return the original length of a model in tokens: as requested, or else the one it was trained with."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from hf_posenc.evaluation.memory import MemoryNeed, ModelShape, predict_memory, shape_of
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.fitting.config import MOST_ROUNDS
 from hf_posenc.fitting.objectives import get_objective
 from hf_posenc.fitting.recording import RECORDED_QUERIES
 from hf_posenc.fitting.short_matching import ROWS_OF_LOGITS, TOKENS_IN_STRETCHES
@@ -135,7 +134,8 @@ def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, out
     room = f", {size_name(cost.disk)} on disk in {output}.work" if cost.disk else ""
     steps = f"{config.steps} steps on {', '.join(config.weights())}"
     if (adapt := config.adapt) is not None:
-        again = "" if config.budget is not None else f" (up to {MOST_ROUNDS * adapt.steps} where its error stays large)"
+        most = config.most_rounds * adapt.steps
+        again = f" (up to {most} where its error stays large)" if most > adapt.steps else ""
         steps = f"{adapt.steps} steps in each layer{again} for changes of rank {adapt.rank}"
         steps += f", and {adapt.short_steps} steps on short texts" if adapt.short_steps else ""
     return f"{first}{steps}: about {size_name(cost.peak)} of memory for weights and tensors{room}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +28,8 @@ from hf_posenc.evaluation.model_facts import hash_json, hash_weights
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import try_rows
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.fitting.adapting import Adapter, adapt, projections
+from hf_posenc.fitting.adapter import Adapter, projections
+from hf_posenc.fitting.adapting import adapt
 from hf_posenc.fitting.budget import Budget
 from hf_posenc.fitting.config import GRID, OF_THE_RULE, FitConfig, rule_of
 from hf_posenc.fitting.descent import Descent, Step
@@ -40,7 +40,7 @@ from hf_posenc.fitting.objectives import get_objective, objectives
 from hf_posenc.fitting.problem import FitProblem
 from hf_posenc.fitting.recording import RECORDED_QUERIES, Recording, is_recorded, record
 from hf_posenc.fitting.rule import RuleParameters, rotations_in_training
-from hf_posenc.fitting.rule_attention import RuleAttention, reads_on_from_keys_and_values, rule_attention
+from hf_posenc.fitting.rule_attention import reads_on_from_keys_and_values, rule_attention
 from hf_posenc.fitting.run import FitRun
 from hf_posenc.fitting.splitting import Texts, split_texts
 from hf_posenc.fitting.verdict import Verdict, judge
@@ -292,11 +292,7 @@ def _try_rules(rotary: RotaryModel, config: FitConfig) -> None:
         ValueError: The family refuses one of them.
     """
     rows = [config.request(name) for name in config.compare if name != NO_METHOD]
-    if config.adapt is not None:
-        rule = rule_of(config.adapt.rule, 1.0)
-        rows.append(config.request(rule.name, rule.changed_options()))
-    if (teacher := config.teacher_request()) is not None:
-        rows.append(teacher)
+    rows += [row for row in (config.rule_request(), config.teacher_request()) if row is not None]
     with quiet("hf_posenc.patching.api"):
         try_rows(rotary.model, rows)
 
@@ -386,28 +382,11 @@ def _fit_rule(run: FitRun, seed: int) -> _Fit:
 
 def _fit_weights(run: FitRun, seed: int) -> _Fit:
     """Fit low-rank changes by which the model attends under a rule as under its teacher."""
-    config, settings = run.config, run.config.adapt
-    assert settings is not None
     _keep_time_to_measure(run)
-    facts = _facts(run, seed, run.texts.fitted)
-    method = rule_of(settings.rule, run.factor)
-    row, of_teacher = config.request(method.name, method.changed_options()), config.teacher_request()
-    rule = RuleParameters(run.spec, method.frequencies(run.spec), keep_rotations=math.inf).to(run.rotary.device)
-    adapter = adapt(
-        run.rotary,
-        [run.taught(ids) for ids in run.texts.fitted],
-        RuleAttention(run.rotary, rule.requires_grad_(False), run.rotation),
-        run.extended(of_teacher),
-        lambda: run.extended(row),
-        settings,
-        original=run.original,
-        seed=seed,
-        folder=run.folder,
-        identity=hash_json([facts, row, of_teacher, run.spec.rope_theta, run.original]),
-        budget=run.budget,
-        share=1 / (config.seed + config.seeds - seed),  # as much for each seed to come
-        show_progress=not config.hide_progress,
-    )
+    config, facts = run.config, _facts(run, seed, run.texts.fitted)
+    rows = config.rule_request(), config.teacher_request()
+    adapter = adapt(run, seed, hash_json([facts, *rows, run.spec.rope_theta, run.original]))
+    method = rule_of(adapter.settings.rule, run.factor)
     # The rule itself is kept beside, as a method with its options: not where it was.
     settings_kept = {name: value for name, value in vars(adapter.settings).items() if name != "rule"}
     facts["adapted"] = {"modules": list(adapter.modules), **settings_kept}

@@ -16,7 +16,7 @@ from hf_posenc.evaluation.intervals import share_interval
 from hf_posenc.evaluation.measuring_perplexity import perplexity
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.windows import doublings
-from hf_posenc.fitting.adapting import Adapter
+from hf_posenc.fitting.adapter import Adapter
 from hf_posenc.fitting.hidden_numbers import MEASURED_BY, HiddenNumber, hide_numbers
 from hf_posenc.fitting.run import FitRun
 from hf_posenc.fitting.verdict import ADAPTED, FITTED, judged_row

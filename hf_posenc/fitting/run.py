@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.evaluation.rows import extended_as
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.fitting.adapting import Adapter
+from hf_posenc.fitting.adapter import Adapter
 from hf_posenc.fitting.budget import Budget
 from hf_posenc.fitting.config import FitConfig
 from hf_posenc.fitting.splitting import Texts
@@ -69,6 +69,10 @@ class FitRun:
     def factor(self) -> float:
         """Target / original."""
         return self.target / self.original
+
+    def share_of(self, seed: int) -> float:
+        """Return the share of the time that is left for a seed: as much as for each to come."""
+        return 1 / (self.config.seed + self.config.seeds - seed)
 
     def taught(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the part of a text on which the teacher is one: the unextended model only within its length."""

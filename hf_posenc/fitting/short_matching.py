@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits
 from hf_posenc.evaluation.memory import return_free_memory
-from hf_posenc.fitting.budget import Decide, Seconds
-from hf_posenc.fitting.config import AdaptConfig
+from hf_posenc.fitting.budget import Seconds
 from hf_posenc.fitting.forwards import replaced_forwards
+from hf_posenc.fitting.run import FitRun
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_tensors
 
@@ -39,36 +39,24 @@ _WARMUP = 5  # steps in which the rate rises
 LAST_RATE = 0.1  # of the learning rate, at the end
 
 
-def match_short_texts(
-    wrapped: Any,
-    texts: Sequence[torch.Tensor],
-    extended: Callable[[], AbstractContextManager[None]],
-    config: AdaptConfig,
-    original: int,
-    seed: int,
-    folder: Path,
-    decide: Decide,
-    show_progress: bool = True,
-) -> int:
+def match_short_texts(run: FitRun, changed: Any, texts: Sequence[torch.Tensor], seed: int, folder: Path) -> int:
     """Train the low-rank changes of a model in place; return in how many steps.
 
     Args:
-        wrapped: The PEFT model, not extended.
+        run: The fit.
+        changed: The PEFT model, not extended.
         texts: int64 ``(num_tokens,)`` each, of at least the original length.
-        extended: Returns a context manager, while which it is extended by the static rule.
-        config: The settings.
-        original: The original length, in tokens.
         seed: Of what is drawn.
         folder: Where the state is kept, so that a stopped run goes on.
-        decide: Returns the number of steps.
-        show_progress: Whether to show it.
 
     Raises:
         ValueError: The loss is not finite.
     """
-    model = wrapped.get_base_model()
+    config, original = run.config.adapt, run.original
+    assert config is not None
+    model = changed.get_base_model()
     body, device = decoder_body(model), model.device
-    weights = list(low_rank_weights(wrapped).values())
+    weights = list(low_rank_weights(changed).values())
     optimizer = torch.optim.Adam(weights, config.short_rate, BETAS)
 
     def states(ids: torch.Tensor) -> torch.Tensor:
@@ -78,9 +66,9 @@ def match_short_texts(
     def gradients(step: int) -> float:
         ids = _draw(texts, original, seed, step).to(device)
         optimizer.zero_grad()
-        with torch.no_grad(), wrapped.disable_adapter():
+        with torch.no_grad(), changed.disable_adapter():
             wanted = states(ids)
-        with extended(), torch.enable_grad(), recomputed_layers(model):
+        with run.extended(run.config.rule_request()), torch.enable_grad(), recomputed_layers(model):
             loss = divergence(model, states(ids), wanted)
             loss.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
         return float(loss.detach())
@@ -100,10 +88,11 @@ def match_short_texts(
         steps = [shape.numel() * (of_tokens[0] + more * (shape[1] - lengths[0])) for shape in shapes]
         return 0.0, sum(steps) / len(steps)
 
-    steps = decide(cost)
+    kept = folder / f"short_steps-{config.short_steps}.json"
+    steps = run.budget.steps(config.short_steps, kept, cost, share=run.share_of(seed), fewest=0)
     file = folder / f"short-texts-{steps}-{config.short_rate}.safetensors"
     done = _load(file, weights, optimizer)
-    with Progress("short texts", steps, unit="steps", done=done, shown=show_progress) as bar:
+    with Progress("short texts", steps, unit="steps", done=done, shown=not run.config.hide_progress) as bar:
         for step in range(done, steps):
             for group in optimizer.param_groups:
                 group["lr"] = config.short_rate * _rate(step, steps)

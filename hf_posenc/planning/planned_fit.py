@@ -13,7 +13,7 @@ from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.errors import HfPosencError
 from hf_posenc.evaluation.memory import shape_of
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.fitting.adapting import projections
+from hf_posenc.fitting.adapter import projections
 from hf_posenc.fitting.config import FitConfig
 from hf_posenc.fitting.cost import fit_cost, teacher_extension
 from hf_posenc.planning.architecture import Architecture

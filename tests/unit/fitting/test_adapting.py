@@ -17,9 +17,9 @@ from attention_models import ORIGINAL
 from hf_posenc import load_extended, patched, save_extended, verify_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError
-from hf_posenc.fitting import adapting, short_matching
-from hf_posenc.fitting.adapting import Adapter
-from hf_posenc.fitting.config import AdaptConfig
+from hf_posenc.fitting import config as fit_config
+from hf_posenc.fitting import layer_matching, short_matching
+from hf_posenc.fitting.adapter import Adapter
 from hf_posenc.fitting.cost import cost_in_words
 from hf_posenc.fitting.fitting import FitResult, fit_method
 from hf_posenc.fitting.layer_changes import LayerChanges
@@ -34,7 +34,7 @@ TEXTS = [load_novel(name)[20000:25000] for name in ("emma", "mansfieldpark", HEL
 def steps_are_taken_once() -> Iterator[None]:
     """So few steps leave large errors, and taking them again is slow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapting, "MOST_ROUNDS", 1)
+        patch.setattr(fit_config, "_MOST_ROUNDS", 1)
         yield
 
 
@@ -137,7 +137,7 @@ def test_an_adapter_is_one_that_peft_reads(fit: dict[str, Any], tmp_path: Path) 
 def test_a_stopped_run_goes_on_with_the_layers_that_are_left(
     fit: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    matched, attend = [], adapting.LayerMatching._under_the_rule
+    matched, attend = [], layer_matching.LayerMatching._under_the_rule
 
     def stops(self: Any, layer: Any, *args: Any) -> Any:
         if layer.module.layer_idx == 3:
@@ -146,7 +146,7 @@ def test_a_stopped_run_goes_on_with_the_layers_that_are_left(
         return attend(self, layer, *args)
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
-    monkeypatch.setattr(adapting.LayerMatching, "_under_the_rule", stops)
+    monkeypatch.setattr(layer_matching.LayerMatching, "_under_the_rule", stops)
     model = load_tiny()
     with pytest.raises(KeyboardInterrupt):
         fit_method(model, tokenizer, TEXTS, config(), work_dir=tmp_path)
@@ -154,7 +154,7 @@ def test_a_stopped_run_goes_on_with_the_layers_that_are_left(
     assert_same_state(state(model), fit["before"])
     matched.clear()
     monkeypatch.setattr(
-        adapting.LayerMatching,
+        layer_matching.LayerMatching,
         "_under_the_rule",
         lambda self, layer, *args: matched.append(layer.module.layer_idx) or attend(self, layer, *args),
     )
@@ -197,7 +197,7 @@ def test_another_number_of_steps_on_short_texts_fits_no_layer_again(
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_model_path()), load_tiny()
     fewer = FEW_STEPS | {"short_steps": 2}
     first = fit_method(model, tokenizer, TEXTS, config(adapt_options=fewer), work_dir=tmp_path).adapter
-    monkeypatch.setattr(adapting, "LayerMatching", None)  # the teacher reads nothing either
+    monkeypatch.setattr(layer_matching, "LayerMatching", None)  # the teacher reads nothing either
     again = fit_method(model, tokenizer, TEXTS, config(), work_dir=tmp_path).adapter
     assert first is not None
     assert again is not None
@@ -223,7 +223,7 @@ def test_copied_pairs(least: int, length: int) -> None:
     ids = token_ids(300)[0] % 7
     expected = copied_by_hand(ids, least, length)
     assert 20 < len(expected) < 250
-    assert adapting._copied(ids, least, length).tolist() == sorted(expected)
+    assert layer_matching._copied(ids, least, length).tolist() == sorted(expected)
 
 
 def test_errors_are_of_the_rank_that_is_kept() -> None:
@@ -242,7 +242,7 @@ def test_a_layer_whose_error_stays_large_takes_the_steps_again(fit: dict[str, An
     """Each measurement of an error is of 16 draws."""
     once = [after for _, after in fit["result"].adapter.errors]
     draws, of_layers = 0, []
-    error, reduce = adapting.LayerMatching._error, LayerChanges.reduce
+    error, reduce = layer_matching.LayerMatching._error, LayerChanges.reduce
 
     def counted(*args: Any) -> torch.Tensor:
         nonlocal draws
@@ -255,10 +255,10 @@ def test_a_layer_whose_error_stays_large_takes_the_steps_again(fit: dict[str, An
         weights, draws = reduce(changes, rank), -16  # of the measurement that follows
         return weights
 
-    monkeypatch.setattr(adapting.LayerMatching, "_error", counted)
+    monkeypatch.setattr(layer_matching.LayerMatching, "_error", counted)
     monkeypatch.setattr(LayerChanges, "reduce", at_the_end)
-    monkeypatch.setattr(adapting, "MOST_ROUNDS", 3)
-    monkeypatch.setattr(adapting, "_LARGE_ERROR", sum(sorted(once)[-2:]) / 2)
+    monkeypatch.setattr(fit_config, "_MOST_ROUNDS", 3)
+    monkeypatch.setattr(layer_matching, "_LARGE_ERROR", sum(sorted(once)[-2:]) / 2)
     request = config(adapt_options=FEW_STEPS | {"short_steps": 0})
     adapter = fit_method(load_tiny(), AutoTokenizer.from_pretrained(tiny_model_path()), TEXTS, request).adapter
     assert adapter is not None
@@ -276,7 +276,7 @@ def test_a_layer_reads_every_part_of_every_text(number: int, monkeypatch: Any) -
     parts: list[tuple[bool, int, int, int]] = []
     texts = [token_ids(1024)[0].roll(at) for at in range(number)]
     again = [(copied_by_hand(text, 16, 1024), copied_by_hand(text, 16, 256)) for text in texts]
-    draw, draw_of_piece = adapting.LayerMatching._draw, adapting.LayerMatching._draw_of_piece
+    draw, draw_of_piece = layer_matching.LayerMatching._draw, layer_matching.LayerMatching._draw_of_piece
 
     def of_text(matching: Any, *args: Any) -> Any:
         row, rows, read = draw(matching, *args)
@@ -294,8 +294,8 @@ def test_a_layer_reads_every_part_of_every_text(number: int, monkeypatch: Any) -
         assert sum(at in again[row - number][1] for at in rows.tolist()) >= 32
         return row, rows, read
 
-    monkeypatch.setattr(adapting.LayerMatching, "_draw", of_text)
-    monkeypatch.setattr(adapting.LayerMatching, "_draw_of_piece", of_piece)
+    monkeypatch.setattr(layer_matching.LayerMatching, "_draw", of_text)
+    monkeypatch.setattr(layer_matching.LayerMatching, "_draw_of_piece", of_piece)
     request = config(max_texts=number, held_out=0, adapt_options={"rank": 2, "steps": 16 * number, "short_steps": 0})
     fit_method(load_tiny(), None, texts, request)
     first = parts[16 : 16 * (1 + number)]  # after the measurement before the first step
@@ -394,13 +394,15 @@ def test_the_rule_is_kept(rule: str, tmp_path: Path, monkeypatch: Any) -> None:
 def test_layers_are_fitted_under_the_rule_of_every_pair(rule: str, monkeypatch: Any) -> None:
     """The fast pairs too, which a fitted rule leaves alone."""
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(
-        "hf_posenc.fitting.fitting.RuleAttention",
-        lambda rotary, parameters, rotation: seen.append(parameters.inv_freq()),
-    )
-    monkeypatch.setattr("hf_posenc.fitting.fitting.adapt", lambda *args, **rest: Adapter(AdaptConfig(), (), {}))
+
+    def stops(rotary: Any, parameters: Any, rotation: Any) -> None:
+        seen.append(parameters.inv_freq())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layer_matching, "RuleAttention", stops)
     texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
-    fit_method(load_tiny(), None, texts, config(held_out=0, adapt_options={"rule": rule}))
+    with pytest.raises(KeyboardInterrupt):
+        fit_method(load_tiny(), None, texts, config(held_out=0, adapt_options={"rule": rule}))
     with patched(load_tiny(), rule, context_length=1024) as model:
         torch.testing.assert_close(seen[0], model.model.rotary_emb.inv_freq, rtol=1e-5, atol=0)
 
@@ -502,7 +504,8 @@ def test_models_that_cannot_be_adapted(monkeypatch: Any) -> None:
         fit_method(model, None, [token_ids(1024)[0], token_ids(1024)[0].flip(0)], config(max_texts=1))
 
 
-def test_the_cost_names_the_steps() -> None:
+def test_the_cost_names_the_steps(monkeypatch: Any) -> None:
+    monkeypatch.setattr(fit_config, "_MOST_ROUNDS", 3)
     words = cost_in_words(load_tiny(), config(), 2, "out")
     changes = "for changes of rank 64, and 6 steps on short texts"
     assert f"40 steps in each layer (up to 120 where its error stays large) {changes}" in words

@@ -10,8 +10,9 @@ import torch
 
 from adapted_models import adapt_config as config
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.fitting import adapting, short_matching
-from hf_posenc.fitting.adapting import Adapter
+from hf_posenc.fitting import config as fit_config
+from hf_posenc.fitting import layer_matching, short_matching
+from hf_posenc.fitting.adapter import Adapter
 from hf_posenc.fitting.fitting import fit_method
 from tiny_models import load_tiny, token_ids
 
@@ -22,7 +23,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of_length: float = 0.0) -> None:
         """Let one on short texts take so many seconds more for each token of a stretch."""
         self.now, self.in_layers, self.on_short = 100.0, 0, 0
-        error, divergence, draw = adapting.LayerMatching._error, short_matching.divergence, short_matching._draw
+        error, divergence, draw = layer_matching.LayerMatching._error, short_matching.divergence, short_matching._draw
         monkeypatch.setattr("hf_posenc.fitting.budget.time.perf_counter", lambda: self.now)
 
         def of_a_layer(matching: Any, *args: Any) -> torch.Tensor:
@@ -37,7 +38,7 @@ class Clock:
             self.now, self.on_short = self.now + 10 + of_length * self.drawn.shape[1], self.on_short + 1
             return divergence(*args)
 
-        monkeypatch.setattr(adapting.LayerMatching, "_error", of_a_layer)
+        monkeypatch.setattr(layer_matching.LayerMatching, "_error", of_a_layer)
         monkeypatch.setattr(short_matching, "_draw", drawn)
         monkeypatch.setattr(short_matching, "divergence", of_short_texts)
 
@@ -49,7 +50,7 @@ def test_a_budget_takes_fewer_steps_in_layers_and_on_short_texts(tmp_path: Path,
     in 32. Then three on short texts are timed, and 190 seconds are left.
     """
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(adapting, "MOST_ROUNDS", 3)  # not with a budget
+    monkeypatch.setattr(fit_config, "_MOST_ROUNDS", 3)  # not with a budget
     request = config(held_out=0, budget=570.0, adapt_options={"steps": 40, "short_steps": 40})
     texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
     result = fit_method(load_tiny(), None, texts, request, work_dir=tmp_path)
@@ -60,7 +61,7 @@ def test_a_budget_takes_fewer_steps_in_layers_and_on_short_texts(tmp_path: Path,
     assert fit_method(load_tiny(), None, texts, none, work_dir=tmp_path).facts["adapted"]["short_steps"] == 0
     again = fit_method(load_tiny(), None, texts, request, work_dir=tmp_path)
     assert (clock.in_layers, clock.on_short) == (20 + 6 * 55, 3 + 19)
-    monkeypatch.setattr(adapting, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(fit_config, "_MOST_ROUNDS", 1)
     alone = fit_method(load_tiny(), None, texts, config(held_out=0, adapt_options=fewer))
     for adapter in (again.adapter, alone.adapter):
         assert adapter is not None
