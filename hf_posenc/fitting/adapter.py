@@ -26,8 +26,8 @@ class Adapter:
     """Low-rank changes of a model's weights.
 
     Attributes:
-        settings: How they were fitted: their rank, and the steps that were taken.
-        modules: Names of the changed projections, such as ``q_proj``.
+        settings: How they were fitted, with as many steps as there was time for.
+        modules: Names of the changed projections as PEFT takes them, such as ``q_proj``.
         weights: By name, as PEFT has them.
         errors: For each layer the relative squared error of its output under the rule, before and after.
     """
@@ -36,6 +36,12 @@ class Adapter:
     modules: tuple[str, ...]
     weights: dict[str, torch.Tensor] = field(repr=False)
     errors: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def mean_errors(self) -> tuple[float, float]:
+        """The errors before and after, on average over the layers."""
+        before, after = (sum(found) / len(self.errors) for found in zip(*self.errors, strict=True))
+        return before, after
 
     def wrap(self, model: Any) -> Any:
         """Return a model with the changes as a PEFT adapter, which ``merge_and_unload`` adds to the weights."""
@@ -79,6 +85,22 @@ def projections(rotary: RotaryModel) -> tuple[str, ...]:
     return fused
 
 
+def targets(rotary: RotaryModel) -> tuple[str, ...]:
+    """Return the names by which PEFT finds the projections of the layers whose positions are extended.
+
+    They are full names where other modules have the short ones too, those of layers with a window or of a vision tower.
+    """
+    names, layers = projections(rotary), {id(layer) for layer in extended_layers(rotary)}
+    wanted, others = [], False
+    for where, module in rotary.model.named_modules():
+        found = [name for name, _ in module.named_children() if name in names]
+        if id(module) in layers:
+            wanted += [f"{where}.{name}" for name in found]
+        else:
+            others = others or bool(found)
+    return tuple(wanted) if others else names
+
+
 def with_low_rank(model: Any, rank: int, modules: Sequence[str]) -> Any:
     """Return a model with low-rank changes of some projections as a PEFT adapter; at first they change nothing."""
     from peft import LoraConfig, get_peft_model
@@ -86,3 +108,8 @@ def with_low_rank(model: Any, rank: int, modules: Sequence[str]) -> Any:
     config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=list(modules))
     with peft_renamed_attribute():
         return get_peft_model(model, config)
+
+
+def low_rank_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the factors of the low-rank changes inside a module, by name."""
+    return {name: weight for name, weight in module.named_parameters() if "lora_" in name}

@@ -1,27 +1,23 @@
 """Low-rank changes of the query and key projections, by which a model attends under a static rule as its teacher.
 
 Each layer alone is matched with the teacher's (``layer_matching``). Then all changes are trained together on short
-texts (``short_matching``), because the small errors of many layers add up. The rule is one that is there: ``llama3``
+texts (``short_matching``), because the small errors of many layers add up. The rule is an existing one: ``llama3``
 keeps the pairs that rotate within short texts, which is what costs them least, and servers know it by name.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from dataclasses import replace
 
 import torch
 
 from hf_posenc.evaluation.model_facts import hash_json
-from hf_posenc.fitting.adapter import Adapter, projections, with_low_rank
+from hf_posenc.fitting.adapter import Adapter, targets, with_low_rank
 from hf_posenc.fitting.config import rule_of
 from hf_posenc.fitting.layer_matching import match_layers, restore_layer
 from hf_posenc.fitting.rule_attention import extended_layers
 from hf_posenc.fitting.run import FitRun
 from hf_posenc.fitting.short_matching import match_short_texts
-
-logger = logging.getLogger(__name__)
 
 # Settings that decide no layer: those of what is done afterwards, and the name of the rule, which is in the identity.
 _NOT_OF_LAYERS = ("short_steps", "short_rate", "rule")
@@ -42,14 +38,14 @@ def adapt(run: FitRun, seed: int, identity: str) -> Adapter:
     """
     from peft import get_peft_model_state_dict
 
-    began, config = time.perf_counter(), run.config.adapt
+    config = run.config.adapt
     assert config is not None
     texts = [run.taught(ids) for ids in run.texts.fitted]
     of_layers = {name: value for name, value in vars(config).items() if name not in _NOT_OF_LAYERS}
     folder = run.folder / f"adapter-{hash_json([identity, of_layers, run.budget.seconds])}"
     folder.mkdir(parents=True, exist_ok=True)
     match_layers(run, rule_of(config.rule, run.factor), texts, seed, folder)
-    modules = projections(run.rotary)
+    modules = targets(run.rotary)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         changed = with_low_rank(run.rotary.model, config.rank, modules)
@@ -59,6 +55,4 @@ def adapt(run: FitRun, seed: int, identity: str) -> Adapter:
         weights = {name: weight.cpu().clone() for name, weight in get_peft_model_state_dict(changed).items()}
     finally:
         changed.unload()
-    before, after = (sum(pair[which] for pair in errors) / len(errors) for which in (0, 1))
-    logger.info("adapted: error %.4f -> %.4f in %.0f s", before, after, time.perf_counter() - began)
     return Adapter(replace(config, steps=steps[0], short_steps=short), modules, weights, errors)

@@ -40,7 +40,7 @@ from hf_posenc.fitting.objectives import get_objective, objectives
 from hf_posenc.fitting.problem import FitProblem
 from hf_posenc.fitting.recording import RECORDED_QUERIES, Recording, is_recorded, record
 from hf_posenc.fitting.rule import RuleParameters, rotations_in_training
-from hf_posenc.fitting.rule_attention import reads_on_from_keys_and_values, rule_attention
+from hf_posenc.fitting.rule_attention import attends_once, reads_on_from_keys_and_values, rule_attention
 from hf_posenc.fitting.run import FitRun
 from hf_posenc.fitting.splitting import Texts, split_texts
 from hf_posenc.fitting.verdict import Verdict, judge
@@ -91,7 +91,7 @@ class FitResult:
         """Write the rule as a JSON file, which ``patch_model(model, "fitted", source=file)`` reads.
 
         Raises:
-            ValueError: No rule was fitted: the weights were changed for one that was there.
+            ValueError: No rule was fitted: the weights were changed for an existing one.
         """
         if self.adapter is not None:
             raise InvalidRequestError(
@@ -123,8 +123,8 @@ def fit_method(
 ) -> FitResult:
     """Fit a rule to a model, with all weights frozen, or low-rank changes of its weights to a rule.
 
-    A rule is a divisor for each slow pair of features, and one temperature. With ``config.adapt_options``, it is one
-    that is there, and the query and key projections are changed for it (``FitResult.adapter``). Either way it is
+    A rule is a divisor for each slow pair of features, and one temperature. With ``config.adapt_options``, it is an
+    existing one, and the query and key projections are changed for it (``FitResult.adapter``). Either way it is
     static: servers run it. The result is compared with published rules on held-out documents, and is called better only
     where the paired interval says so.
 
@@ -195,12 +195,13 @@ def _checked(
         config.held_out,
     )
     _check_start(rotary, spec, config)
-    if config.adapt is not None:
-        projections(rotary)
     rotation = _rotation(rotary, config)
     with evaluation_mode(rotary.model):
         check_head(rotary.model)
-        _check_objectives(rotary, config)
+        if config.adapt is None:
+            _check_objectives(rotary, config)
+        else:
+            _check_layers(rotary)
     _try_rules(rotary, config)
     return spec, texts, rotation
 
@@ -219,6 +220,25 @@ def _check_objectives(rotary: RotaryModel, config: FitConfig) -> None:
             "a block is read over the recorded keys and values of each attention layer, and this model needs more of "
             "the text before it (recurrent or convolutional layers, or layers that attend twice). Take "
             f"{', '.join(others[:-1])} or {others[-1]}."
+        )
+
+
+def _check_layers(rotary: RotaryModel) -> None:
+    """Raise unless the weights of each layer can be changed on their own.
+
+    Raises:
+        ValueError: They are quantised, offloaded or of an unknown kind, or layers attend more than once.
+    """
+    projections(rotary)
+    if any(parameter.is_meta for parameter in rotary.model.parameters()):
+        raise InvalidRequestError(
+            f"{argument('adapt')} changes weights, and some of this model's were offloaded for lack of memory: load "
+            "all of it on one device, such as cpu."
+        )
+    if not attends_once(rotary):
+        raise InvalidRequestError(
+            f"{argument('adapt')} cannot be used with model_type {rotary.text_config.model_type!r}: it changes each "
+            "attention layer on its own, and layers of this model attend more than once in a forward."
         )
 
 
@@ -261,7 +281,7 @@ def _spec_to_fit(rotary: RotaryModel, config: FitConfig) -> RopeSpec:
         description = describe(rotary)
         raise AlreadyExtendedError(
             f"the model is extended already ({description['method']}, factor {description['factor']:g}), and a "
-            "rule is fitted to the model as it was trained: give the base model, or call unpatch_model first.",
+            "fit is made of the model as it was trained: give the base model, or call unpatch_model first.",
             description["method"],
             description["factor"],
         )

@@ -9,7 +9,7 @@ moves a position rule.
 Each text is read twice: as a whole, and cut into pieces of the original length. A step takes some queries of the whole
 text, or of one piece. Most take a piece: it has fewer keys, and short texts are what is to be kept. A third of the
 queries are where the text repeats what it had long before: few heads read that far, and those who do matter there.
-Where the error of a layer stays large, its steps are taken again.
+A layer whose error stays large, before its changes are reduced to the wanted rank, is trained for as many steps again.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from torch.utils._pytree import tree_map_only
 
 from hf_posenc.attention.inner import AttentionCall, Output
 from hf_posenc.attention.installation import layer_kind, text_layers
-from hf_posenc.attention.interface import attending_by, attention_of
+from hf_posenc.attention.interface import attending_by, attention_of, split_mask
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.evaluation.memory import return_free_memory
-from hf_posenc.fitting.adapter import projections
+from hf_posenc.fitting.adapter import low_rank_weights, projections
 from hf_posenc.fitting.budget import Seconds
 from hf_posenc.fitting.layer_changes import LayerChanges
 from hf_posenc.fitting.recording import OwnAttention
 from hf_posenc.fitting.rule import RuleParameters
 from hf_posenc.fitting.rule_attention import RuleAttention, extended_layers, seen_keys
 from hf_posenc.fitting.run import FitRun
-from hf_posenc.fitting.short_matching import BETAS, LAST_RATE, low_rank_weights
+from hf_posenc.fitting.short_matching import BETAS, LAST_RATE
 from hf_posenc.methods.base import Method
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_tensors
@@ -51,7 +52,7 @@ _ROUND = _WHOLE_EVERY * _QUARTERS  # steps that read each quarter once
 _SHARE = 1 / 3  # of a step's queries: those at copied pairs, and those of a piece that are in its first quarter
 _LONG_BEFORE = 16  # a pair of tokens is copied if it was there more than the original length over this before
 _RATE_OF_MAPS = 1 / 6  # of the learning rate
-_LARGE_ERROR = 0.008  # of a layer: above it, its steps are taken again
+_LARGE_ERROR = 0.008  # of a layer: above it, it is trained for as many steps again
 _SHARE_OF_TIME = 0.6  # of what a budget leaves; the rest is for steps on short texts
 
 
@@ -67,7 +68,7 @@ def match_layers(run: FitRun, rule: Method, texts: Sequence[torch.Tensor], seed:
         folder: Where the changes of each layer are kept as soon as they are fitted, for ``restore_layer``.
 
     Raises:
-        ValueError: There is time for hardly a step.
+        ValueError: There is time for hardly a step, or the numbers of a layer are not finite.
     """
     rotary, fitted = run.rotary, extended_layers(run.rotary)
     if all(_file_of(layer, folder).is_file() for layer in fitted):
@@ -123,7 +124,7 @@ class _Layer(NamedTuple):
 
 
 class LayerMatching:
-    """Stands before what each layer attends by; fits the layer's changes as soon as the teacher has computed it."""
+    """Attends in place of each layer as the teacher does, and fits the layer's changes once its output is there."""
 
     def __init__(
         self,
@@ -163,6 +164,7 @@ class LayerMatching:
         self._teachers = {layer: attention_of(layer) for layer in text_layers(run.rotary)}
         self._number = len(extended_layers(run.rotary))  # of the layers that are fitted
         self._output: torch.Tensor | None = None  # of the teacher's attention, (batch, length, heads, head_dim)
+        self._head_dim = 0  # of queries and keys
         self._projection: nn.Linear | None = None  # W_o, where it gets that output as it is
         self._fitting = False  # whether a step is taken; otherwise the teacher reads
         self._call: AttentionCall
@@ -178,11 +180,10 @@ class LayerMatching:
         own, many = OwnAttention(self.student.inner), self.num_texts
         teacher = self._teachers[call.module] or own
         output, weights = teacher.attend(_of_part(call, slice(many)))
-        attended = []
-        for start in range(0, call.query.shape[2], self.original):
-            part = slice(many, None), slice(None), slice(start, start + self.original)
-            attended.append(own.attend(_of_part(call, part)._replace(mask=None))[0])
-        self._output, self._projection = torch.cat((output, torch.cat(attended, dim=1))), None
+        starts = range(0, call.query.shape[2], self.original)
+        pieces = [_of_part(call, slice(many, None), slice(start, start + self.original)) for start in starts]
+        attended = torch.cat([own.attend(piece)[0] for piece in pieces], dim=1)
+        self._output, self._projection, self._head_dim = torch.cat((output, attended)), None, call.query.shape[-1]
         return self._output, weights
 
     def look_for_projection(self, linear: nn.Linear, args: tuple[Any, ...]) -> None:
@@ -200,7 +201,7 @@ class LayerMatching:
         if (file := _file_of(module, self.folder)).is_file():  # fitted before the run was stopped
             return
         generator = torch.Generator().manual_seed(self.seed + 1000 * cast(int, module.layer_idx))
-        changes = LayerChanges(module, self.modules, layer.wanted.shape[-1], generator)
+        changes = LayerChanges(module, self.modules, self._head_dim, generator)
         low_rank, maps = changes.weights()
         rate = self.config.learning_rate
         groups = [{"params": low_rank, "lr": rate}, {"params": maps, "lr": _RATE_OF_MAPS * rate}]
@@ -237,6 +238,11 @@ class LayerMatching:
             gradients(step, generator)
             optimizer.step()
             schedule.step()
+        if not all(bool(weight.isfinite().all()) for weight in low_rank + maps):
+            raise InvalidRequestError(
+                f"the fit of layer {module.layer_idx} gave numbers that are not finite: the model overflows in its "
+                "dtype, or learning_rate is too large. Load it in bfloat16 or float32, or lower learning_rate."
+            )
         weights = changes.reduce(self.config.rank)
         errors = torch.tensor((before, measured()), dtype=torch.float64)
         self._fitting = False
@@ -341,9 +347,13 @@ class LayerMatching:
         return torch.stack(errors).mean()
 
 
-def _of_part(call: AttentionCall, part: Any) -> AttentionCall:
-    """Return the call with some of its queries, keys and values."""
-    return call._replace(query=call.query[part], key=call.key[part], value=call.value[part])
+def _of_part(call: AttentionCall, rows: slice, tokens: slice = slice(None)) -> AttentionCall:
+    """Return the call with the queries, keys and values of some tokens, in some rows of the batch."""
+    part = rows, slice(None), tokens
+    _, mask = split_mask(call.mask)  # of a window; there is no padding
+    if mask is not None:
+        mask = mask[rows if len(mask) > 1 else slice(None), :, tokens, tokens]
+    return call._replace(query=call.query[part], key=call.key[part], value=call.value[part], mask=mask)
 
 
 def _file_of(layer: Any, folder: Path) -> Path:

@@ -210,7 +210,15 @@ class _OwnValues:
         return call.own_values()
 
 
-@torch.no_grad()
+def attends_once(model: Any) -> bool:
+    """Return whether each attention layer is called once in a forward, and has an index of its own.
+
+    Args:
+        model: Unpatched, in evaluation mode.
+    """
+    return _read_own_values(RotaryModel.of(model))[1] == 1
+
+
 def reads_on_from_keys_and_values(model: Any) -> bool:
     """Return whether recorded keys and values are all that a token needs of those before it.
 
@@ -221,18 +229,23 @@ def reads_on_from_keys_and_values(model: Any) -> bool:
         model: Unpatched, in evaluation mode.
     """
     rotary = RotaryModel.of(model)
-    positions = torch.arange(_PROBE_TOKENS, device=rotary.device)[None]
-    attention = _OwnValues(inner_name(str(rotary.text_config._attn_implementation)), positions)
-    outputs = []
-    with attending_by(rotary.text_configs, _layers(rotary, attention)):
-        for ids in (positions + 1, positions.flip(1) + _PROBE_TOKENS):  # they have the last token in common
-            attention.calls.clear()
-            body = decoder_body(rotary.model)
-            outputs.append(
-                body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0, -1].float()
-            )
-            if max(attention.calls.values()) > 1:
-                return False
+    (one, calls), (other, _) = _read_own_values(rotary), _read_own_values(rotary, others_before=True)
     # Experts are computed for several tokens at a time, which may round differently.
     rounding = _PROBE_EPSILONS * max(torch.finfo(rotary.model.dtype).eps, torch.finfo(torch.float32).eps)
-    return bool((outputs[0] - outputs[1]).norm() <= rounding * outputs[0].norm())
+    return calls == 1 and bool((one - other).norm() <= rounding * one.norm())
+
+
+@torch.no_grad()
+def _read_own_values(rotary: RotaryModel, others_before: bool = False) -> tuple[torch.Tensor, int]:
+    """Return the last hidden state of a token that attends to itself alone, and the most calls for one layer index.
+
+    Args:
+        rotary: The model.
+        others_before: Whether other tokens are before it.
+    """
+    positions = torch.arange(_PROBE_TOKENS, device=rotary.device)[None]
+    attention = _OwnValues(inner_name(str(rotary.text_config._attn_implementation)), positions)
+    ids = positions.flip(1) + _PROBE_TOKENS if others_before else positions + 1  # the last token is the same
+    with attending_by(rotary.text_configs, _layers(rotary, attention)):
+        output = decoder_body(rotary.model)(input_ids=ids, position_ids=positions, use_cache=False)
+    return output.last_hidden_state[0, -1].float(), max(attention.calls.values())

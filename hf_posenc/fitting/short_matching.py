@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits
 from hf_posenc.evaluation.memory import return_free_memory
+from hf_posenc.fitting.adapter import low_rank_weights
 from hf_posenc.fitting.budget import Seconds
 from hf_posenc.fitting.forwards import replaced_forwards
 from hf_posenc.fitting.run import FitRun
@@ -56,7 +57,7 @@ def match_short_texts(run: FitRun, changed: Any, texts: Sequence[torch.Tensor], 
     assert config is not None
     model = changed.get_base_model()
     body, device = decoder_body(model), model.device
-    weights = list(low_rank_weights(changed).values())
+    weights, row = list(low_rank_weights(changed).values()), run.config.rule_request()
     optimizer = torch.optim.Adam(weights, config.short_rate, BETAS)
 
     def states(ids: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ def match_short_texts(run: FitRun, changed: Any, texts: Sequence[torch.Tensor], 
         optimizer.zero_grad()
         with torch.no_grad(), changed.disable_adapter():
             wanted = states(ids)
-        with run.extended(run.config.rule_request()), torch.enable_grad(), recomputed_layers(model):
+        with run.extended(row), torch.enable_grad(), recomputed_layers(model):
             loss = divergence(model, states(ids), wanted)
             loss.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
         return float(loss.detach())
@@ -107,11 +108,6 @@ def match_short_texts(run: FitRun, changed: Any, texts: Sequence[torch.Tensor], 
             if (step + 1) % _SAVE_EVERY == 0 or step + 1 == steps:
                 _save(file, weights, optimizer, step + 1)
     return steps
-
-
-def low_rank_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the factors of the low-rank changes inside a module, by name."""
-    return {name: weight for name, weight in module.named_parameters() if "lora_" in name}
 
 
 def divergence(model: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from adapted_models import FEW_STEPS
 from adapted_models import adapt_config as config
-from attention_models import ORIGINAL
 from hf_posenc import load_extended, patched, save_extended, verify_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError
@@ -24,7 +23,6 @@ from hf_posenc.fitting.cost import cost_in_words
 from hf_posenc.fitting.fitting import FitResult, fit_method
 from hf_posenc.fitting.layer_changes import LayerChanges
 from hf_posenc.patching.presets import Preset
-from model_types import sharp_model as sharp_type
 from tiny_models import assert_same_state, load_tiny, logits, state, token_ids
 
 TEXTS = [load_novel(name)[20000:25000] for name in ("emma", "mansfieldpark", HELD_OUT_NOVEL)]
@@ -455,19 +453,6 @@ def test_projections_that_are_kept_or_left_out_change_nothing(monkeypatch: Any) 
     assert all(torch.equal(weight, anew.weights[name]) for name, weight in kept.weights.items())
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "gpt_neox", "glm"])
-def test_families(model_type: str) -> None:
-    """Biases, norms of queries and keys, fused projections, partial and interleaved rotation."""
-    model = sharp_type(model_type)
-    original = model.config.max_position_embeddings
-    texts = [token_ids(2 * original)[0], token_ids(2 * original)[0].flip(0)]
-    settings: dict[str, Any] = {"max_texts": 1, "compare": ["none"]}
-    request = config(context_length=2 * original, adapt_options={"steps": 120, "short_steps": 1}, **settings)
-    result = fit_method(model, None, texts, request)
-    assert result.adapter is not None
-    assert all(after < 0.95 * before for before, after in result.adapter.errors), result.adapter.errors
-
-
 def test_the_unextended_model_is_a_teacher_within_its_length(fit: dict[str, Any]) -> None:
     texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
     result = fit_method(load_tiny(), None, texts, config(teacher="none", max_texts=1, held_out=0))
@@ -491,17 +476,6 @@ def test_the_unextended_model_is_a_teacher_within_its_length(fit: dict[str, Any]
 def test_settings_that_cannot_be(changes: dict[str, Any], kind: type[Exception], values: str) -> None:
     with pytest.raises(kind, match=values):
         config(**changes).check()
-
-
-def test_models_that_cannot_be_adapted(monkeypatch: Any) -> None:
-    model = sharp_type("deepseek_v3")
-    texts = [token_ids(2 * ORIGINAL)[0], token_ids(2 * ORIGINAL)[0].flip(0)]
-    with pytest.raises(InvalidRequestError, match="'deepseek_v3'"):
-        fit_method(model, None, texts, config(context_length=2 * ORIGINAL, max_texts=1))
-    model = load_tiny()
-    model.is_quantized = True
-    with pytest.raises(InvalidRequestError, match="quantised"):
-        fit_method(model, None, [token_ids(1024)[0], token_ids(1024)[0].flip(0)], config(max_texts=1))
 
 
 def test_the_cost_names_the_steps(monkeypatch: Any) -> None:
