@@ -7,8 +7,8 @@
 
 Each row changes the weights for a rule (``hf-posenc fit --adapt``). It is measured on
 texts that were not fitted on: on pieces of a sixteenth of the trained length and of all of it, as a difference from the
-unpatched model with its paired interval; and on the beginning of the first text, up to the target. A row takes minutes
-on a GPU, and one to three hours on two cores for SmolLM2.
+unpatched model with its paired interval; and on the beginning of the first text, up to the target. A row takes one
+to three hours on two cores for SmolLM2.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class FitArguments:
     adapt: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "fit no rule, but low-rank changes of the query and key projections to one that is there: rank=64; "
+            "help": "fit no rule, but low-rank changes of the query and key projections to an existing one: rank=64; "
             "or rule (llama3), steps, queries, learning_rate, short_steps, short_rate",
             "action": "extend",
             "metavar": "K=V",
@@ -117,6 +117,14 @@ def _in_words(result: FitResult) -> str:
         divisors = " ".join(f"{value:.3g}" for value in result.options["long_factor"])
         whose = f"divisors of {result.facts['instead']}" if "instead" in result.facts else "divisors"
         lines += ["", f"{whose}: {divisors}", f"attention factor: {result.options['attention_factor']:.4f}"]
+    else:
+        how, (before, after) = result.adapter.settings, result.adapter.mean_errors
+        lines += [
+            "",
+            f"weights changed for {result.method}: rank {how.rank}, {how.steps} steps in each layer, and "
+            f"{how.short_steps} on short texts",
+            f"relative squared error of the attention, on average over the layers: {before:.4f}, and {after:.4f} after",
+        ]
     if result.records:
         lines += ["", text_table([record for row in result.records.values() for record in row])]
     if result.numbers_found:

@@ -76,7 +76,7 @@ class Budget:
                 advice += f", or {argument('held_out')} 0"
             raise InvalidRequestError(
                 f"a budget of {duration_name(self.seconds)} is too short: {work} need {duration_name(needed)} in all. "
-                f"Give more, or {advice}. The recordings of the teacher are kept if there is a folder for them."
+                f"Give more, or {advice}. What was recorded is kept if there is a folder for it."
             )
         write_whole(file, json.dumps({"steps": steps, "budget": self.seconds}))
         return steps

@@ -49,7 +49,7 @@ def rule_of(name: str, factor: float) -> Method:
 
 @dataclass(frozen=True)
 class AdaptConfig:
-    """The low-rank changes of the query and key projections, by which a model reads with a rule that is there."""
+    """The low-rank changes of the query and key projections, by which a model reads with an existing rule."""
 
     rule: str = setting("llama3", None, "static method, preset, or folder of an earlier fit")
     rank: int = setting(64, whole(1), "rank of the changes")
@@ -197,7 +197,7 @@ class FitConfig:
 
     @property
     def adapt(self) -> AdaptConfig | None:
-        """How weights are changed, for a rule that is there; None where a rule is fitted.
+        """How weights are changed, for an existing rule; None where a rule is fitted.
 
         Raises:
             ValueError: A setting of it is unknown or out of range.
@@ -305,6 +305,6 @@ class FitConfig:
         default = FitConfig(self.context_length)
         if given := [name for name in OF_THE_RULE if getattr(self, name) != getattr(default, name)]:
             raise InvalidRequestError(
-                f"{argument('adapt')} changes weights for a rule that is there (rule=NAME, or the folder of an earlier "
+                f"{argument('adapt')} changes weights for an existing rule (rule=NAME, or the folder of an earlier "
                 f"fit), and fits none: leave out {', '.join(map(argument, given))}."
             )

@@ -130,7 +130,8 @@ def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, out
     first = ""
     if cost.teacher is not None:
         reader = "the model as it is" if config.teacher == NO_METHOD else config.teacher
-        first = f"{reader} reads {num_texts} text{'s' * (num_texts > 1)} once, then "
+        once = " once, then " if config.adapt is None else ", with "
+        first = f"{reader} reads {num_texts} text{'s' * (num_texts > 1)}{once}"
     room = f", {size_name(cost.disk)} on disk in {output}.work" if cost.disk else ""
     steps = f"{config.steps} steps on {', '.join(config.weights())}"
     if (adapt := config.adapt) is not None:

@@ -54,7 +54,7 @@ def _split(ids: Sequence[torch.Tensor], target: int, max_texts: int, held_out: i
     if not documents:
         longest = max(len(row) for row in ids)
         raise InvalidRequestError(
-            f"a rule for {target} tokens is fitted on documents that have as many, and the longest of the {len(ids)} "
+            f"a fit for {target} tokens needs documents that have as many, and the longest of the {len(ids)} "
             f"given has {longest}: {target - longest} tokens are missing. Give longer documents, or a shorter "
             f"{argument('context_length')}."
         )
