@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ from hf_posenc.fitting.problem import FitProblem
 from hf_posenc.fitting.recording import RECORDED_QUERIES, Recording, is_recorded, record
 from hf_posenc.fitting.rule import RuleParameters, rotations_in_training
 from hf_posenc.fitting.rule_attention import attends_once, reads_on_from_keys_and_values, rule_attention
-from hf_posenc.fitting.run import FitRun
+from hf_posenc.fitting.run import Fit, FitRun
 from hf_posenc.fitting.splitting import Texts, split_texts
 from hf_posenc.fitting.verdict import Verdict, judge
 from hf_posenc.methods.base import Frequencies
@@ -102,16 +102,6 @@ class FitResult:
         return write_whole(Path(file).expanduser(), json.dumps(rule, indent=2) + "\n")
 
 
-class _Fit(NamedTuple):
-    """What a fit with one seed found, with the attributes of ``FitResult``."""
-
-    method: str
-    options: dict[str, Any]
-    adapter: Adapter | None
-    steps: list[Step]
-    facts: dict[str, Any]
-
-
 def fit_method(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -155,12 +145,11 @@ def fit_method(
         folder.mkdir(parents=True, exist_ok=True)
         fit = _fit_rule if config.adapt is None else _fit_weights
         fits = [fit(run, config.seed + more) for more in range(config.seeds)]
-        (row, adapter), *others = ((config.request(one.method, one.options), one.adapter) for one in fits)
-        rows, left_out = measure_rows(run, row, adapter)
-        left_out += spread_of_seeds(run, rows, others)
+        rows, left_out = measure_rows(run, fits[0])
+        left_out += spread_of_seeds(run, rows, fits[1:])
         verdict = judge(rows) if rows else None
-        numbers = find_numbers(run, rows, row, adapter)
-    method, options, _, steps, facts = fits[0]
+        numbers = find_numbers(run, rows, fits[0])
+    method, options, adapter, steps, facts = fits[0]
     if verdict is not None and left_out:
         verdict = Verdict(verdict.better, verdict.best, (*verdict.lines, *left_out))
     if config.take_best and verdict is not None and verdict.better is False:
@@ -347,7 +336,7 @@ def _facts(run: FitRun, seed: int, texts: Sequence[torch.Tensor]) -> dict[str, A
     }
 
 
-def _fit_rule(run: FitRun, seed: int) -> _Fit:
+def _fit_rule(run: FitRun, seed: int) -> Fit:
     """Fit a rule, with all weights frozen.
 
     Args:
@@ -397,10 +386,10 @@ def _fit_rule(run: FitRun, seed: int) -> _Fit:
         descent.run(show_progress=not config.hide_progress)
     divisors, attention_factor = rule.numbers()
     facts |= {"steps": descent.steps}
-    return _Fit("fitted", run.options(list(divisors), attention_factor), None, descent.history, facts)
+    return Fit("fitted", run.options(list(divisors), attention_factor), None, descent.history, facts)
 
 
-def _fit_weights(run: FitRun, seed: int) -> _Fit:
+def _fit_weights(run: FitRun, seed: int) -> Fit:
     """Fit low-rank changes by which the model attends under a rule as under its teacher."""
     _keep_time_to_measure(run)
     config, facts = run.config, _facts(run, seed, run.texts.fitted)
@@ -410,7 +399,7 @@ def _fit_weights(run: FitRun, seed: int) -> _Fit:
     # The rule itself is kept beside, as a method with its options: not where it was.
     settings_kept = {name: value for name, value in vars(adapter.settings).items() if name != "rule"}
     facts["adapted"] = {"modules": list(adapter.modules), **settings_kept}
-    return _Fit(method.name, method.changed_options(), adapter, [], facts)
+    return Fit(method.name, method.changed_options(), adapter, [], facts)
 
 
 def _hide(run: FitRun) -> tuple[list[torch.Tensor], list[list[HiddenNumber]]]:

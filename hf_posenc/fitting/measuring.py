@@ -16,10 +16,9 @@ from hf_posenc.evaluation.intervals import share_interval
 from hf_posenc.evaluation.measuring_perplexity import perplexity
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.windows import doublings
-from hf_posenc.fitting.adapter import Adapter
 from hf_posenc.fitting.hidden_numbers import MEASURED_BY, HiddenNumber, hide_numbers
-from hf_posenc.fitting.run import FitRun
-from hf_posenc.fitting.verdict import ADAPTED, FITTED, judged_row
+from hf_posenc.fitting.run import Fit, FitRun
+from hf_posenc.fitting.verdict import ADAPTED
 from hf_posenc.patching.extension_config import NO_METHOD
 from hf_posenc.retrieving.scoring import Asked, replies
 from hf_posenc.utils.units import duration_name, length_name
@@ -53,9 +52,7 @@ def measured_lengths(original: int, target: int) -> list[int]:
     return sorted({*short, *doublings(original, target)})
 
 
-def measure_rows(
-    run: FitRun, fitted: dict[str, Any], adapter: Adapter | None = None
-) -> tuple[dict[str, list[Record]], list[str]]:
+def measure_rows(run: FitRun, fit: Fit) -> tuple[dict[str, list[Record]], list[str]]:
     """Measure the perplexity of the result of a fit and of the rules it is compared with, in this order.
 
     The unextended model is measured up to the original length only. With a budget, rows that no longer fit are left
@@ -63,8 +60,7 @@ def measure_rows(
 
     Args:
         run: The fit.
-        fitted: The rule, as keywords of ``patch_model``.
-        adapter: The changes of the weights that go with it; None if there are none.
+        fit: Its result.
 
     Returns:
         The records of each row by its method, and sentences about rows that were left out.
@@ -72,17 +68,17 @@ def measure_rows(
     if not run.texts.held_out:
         return {}, []
     lengths = measured_lengths(run.original, run.target)
-    rows: dict[str, dict[str, Any] | None] = {FITTED if adapter is None else ADAPTED: fitted}
+    rows: dict[str, dict[str, Any] | None] = {fit.name: run.config.request(fit.method, fit.options)}
     rows |= {name: None if name == NO_METHOD else run.config.request(name) for name in run.config.compare}
     records: dict[str, list[Record]] = {}
     left_out = []
     for name, row in rows.items():
         short = row is None
-        rivals = len(records.keys() - {FITTED, ADAPTED, NO_METHOD})
+        rivals = len(records.keys() - {fit.name, NO_METHOD})
         if rivals and not short and run.budget.left < run.pass_seconds * len(run.texts.held_out):
             left_out.append(name)
             continue
-        with run.extended(row, adapter if name == ADAPTED else None):
+        with run.extended(row, fit.adapter if name == fit.name else None):
             records[name] = perplexity(
                 run.rotary.model,
                 [ids[: run.original] if short else ids for ids in run.texts.held_out],
@@ -99,21 +95,19 @@ def measure_rows(
     return records, [f"not compared, as the budget of {budget} is spent: {', '.join(left_out)}"]
 
 
-def spread_of_seeds(
-    run: FitRun, rows: Mapping[str, Sequence[Record]], others: Sequence[tuple[dict[str, Any], Adapter | None]]
-) -> list[str]:
+def spread_of_seeds(run: FitRun, rows: Mapping[str, Sequence[Record]], others: Sequence[Fit]) -> list[str]:
     """Return in a sentence by how much fits with other seeds differ at the target length; empty if there are none.
 
     Args:
         run: The fit.
         rows: From ``measure_rows``.
-        others: The rules of the other seeds, as keywords of ``patch_model``, each with its changes of the weights.
+        others: The results of the other seeds.
     """
     if not rows or not others:
         return []
-    perplexities = [rows[judged_row(rows)][-1].perplexity]
-    for row, adapter in others:
-        with run.extended(row, adapter):
+    perplexities = [next(iter(rows.values()))[-1].perplexity]
+    for fit in others:
+        with run.extended(run.config.request(fit.method, fit.options), fit.adapter):
             [record] = perplexity(
                 run.rotary.model,
                 run.texts.held_out,
@@ -130,22 +124,20 @@ def spread_of_seeds(
     ]
 
 
-def find_numbers(
-    run: FitRun, rows: Mapping[str, Sequence[Record]], fitted: dict[str, Any], adapter: Adapter | None = None
-) -> dict[str, NumbersFound]:
+def find_numbers(run: FitRun, rows: Mapping[str, Sequence[Record]], fit: Fit) -> dict[str, NumbersFound]:
     """Ask the result, and the published rule of the lowest perplexity, for numbers hidden in a held-out text.
 
     Args:
         run: The fit.
         rows: From ``measure_rows``.
-        fitted, adapter: As for ``measure_rows``.
+        fit: Its result.
     """
     count, tokenizer = run.config.held_out_numbers, run.tokenizer
-    rivals = [name for name in rows if name not in (FITTED, ADAPTED, NO_METHOD)]
+    rivals = [name for name in rows if name not in (fit.name, NO_METHOD)]
     if not count or not rows or tokenizer is None:
         return {}
     best = min(rivals, key=lambda name: rows[name][-1].perplexity, default=None)
-    asked = {FITTED if adapter is None else ADAPTED: fitted}
+    asked = {fit.name: run.config.request(fit.method, fit.options)}
     asked |= {} if best is None else {best: run.config.request(best)}
     if run.budget.left < len(asked) * run.pass_seconds:
         return {}
@@ -158,7 +150,7 @@ def find_numbers(
         return {}
     scores = {}
     for name, row in asked.items():
-        with run.extended(row, adapter if name == ADAPTED else None):
+        with run.extended(row, fit.adapter if name == fit.name else None):
             scores[name] = NumbersFound(tuple(numbers_found(run.rotary.model, ids, hidden)), len(ids))
     return scores
 

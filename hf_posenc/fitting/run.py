@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -18,11 +18,28 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.adapter import Adapter
 from hf_posenc.fitting.budget import Budget
 from hf_posenc.fitting.config import FitConfig
+from hf_posenc.fitting.descent import Step
 from hf_posenc.fitting.splitting import Texts
+from hf_posenc.fitting.verdict import ADAPTED, FITTED
 from hf_posenc.methods.base import Method, plain_frequencies
 from hf_posenc.patching.extension_config import NO_METHOD
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.console import quiet
+
+
+class Fit(NamedTuple):
+    """What a fit with one seed found, with the attributes of ``FitResult``."""
+
+    method: str
+    options: dict[str, Any]
+    adapter: Adapter | None
+    steps: list[Step]
+    facts: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The row in tables."""
+        return FITTED if self.adapter is None else ADAPTED
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_posenc.evaluation.intervals import Ratio, paired_interval
@@ -30,22 +30,17 @@ class Verdict:
     lines: tuple[str, ...]
 
 
-def judged_row(rows: Collection[str]) -> str:
-    """Return the row that a fit is judged by: the adapted model if there is one, or the fitted rule."""
-    return ADAPTED if ADAPTED in rows else FITTED
-
-
 def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict:
     """Compare the fitted rule, or the adapted model, with the others by paired intervals.
 
     Args:
-        rows: The records of each row by its name, ``"fitted"`` or ``"adapted"`` among them; ``"none"`` is the
+        rows: The records of each row by its name. The first is ``"fitted"`` or ``"adapted"``; ``"none"`` is the
             unextended model, which need not reach the target length.
     """
     by_length = {name: {record.context_length: record for record in records} for name, records in rows.items()}
-    subject = judged_row(rows)
+    subject = next(iter(rows))
     ours = by_length[subject]
-    rivals = {name: found for name, found in by_length.items() if name not in (FITTED, ADAPTED, NO_METHOD)}
+    rivals = {name: found for name, found in by_length.items() if name not in (subject, NO_METHOD)}
     words = "the adapted model" if subject == ADAPTED else "the fitted rule"
     better, best, lines = _against_rivals(ours, rivals, words)
     unmodified = by_length.get(NO_METHOD, {})

@@ -112,7 +112,7 @@ _RULES = (
     Rule(
         lambda s: s.zero_shot and s.server,
         "a factor of {factor} works without training, and static {static_method} is what servers run; short texts pay "
-        "a little",
+        "a little, and less after hf-posenc fit --adapt rank=64",
     ),
     Rule(
         lambda s: s.zero_shot and s.no_staged is not None,
