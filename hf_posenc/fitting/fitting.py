@@ -186,11 +186,11 @@ def _checked(
     _check_start(rotary, spec, config)
     rotation = _rotation(rotary, config)
     with evaluation_mode(rotary.model):
-        check_head(rotary.model)
         if config.adapt is None:
             _check_objectives(rotary, config)
         else:
             _check_layers(rotary)
+        check_head(rotary.model)
     _try_rules(rotary, config)
     return spec, texts, rotation
 

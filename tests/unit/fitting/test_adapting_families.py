@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import HfPosencError, InvalidRequestError
@@ -102,8 +103,7 @@ def test_models_that_cannot_be_adapted() -> None:
     model.is_quantized = True
     with pytest.raises(InvalidRequestError, match="quantised"):
         adapted(model, 64, {})
-    model = load_tiny()
-    model.lm_head.to("meta")
+    model = cpu_offload(load_tiny(), execution_device=torch.device("cpu"))
     with pytest.raises(InvalidRequestError, match="offloaded"):
         adapted(model, 64, {})
 
