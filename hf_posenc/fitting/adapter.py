@@ -35,7 +35,7 @@ class Adapter:
     settings: AdaptConfig
     modules: tuple[str, ...]
     weights: dict[str, torch.Tensor] = field(repr=False)
-    errors: tuple[tuple[float, float], ...] = ()
+    errors: tuple[tuple[float, float], ...]
 
     @property
     def mean_errors(self) -> tuple[float, float]:

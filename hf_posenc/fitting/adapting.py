@@ -2,7 +2,7 @@
 
 Each layer alone is matched with the teacher's (``layer_matching``). Then all changes are trained together on short
 texts (``short_matching``), because the small errors of many layers add up. The rule is an existing one: ``llama3``
-keeps the pairs that rotate within short texts, which is what costs them least, and servers know it by name.
+keeps the pairs that rotate within short texts, which is what costs them least.
 """
 
 from __future__ import annotations

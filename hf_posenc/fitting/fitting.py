@@ -184,6 +184,8 @@ def _checked(
         config.held_out,
     )
     _check_start(rotary, spec, config)
+    if config.adapt is not None:
+        projections(rotary)
     rotation = _rotation(rotary, config)
     with evaluation_mode(rotary.model):
         if config.adapt is None:
@@ -216,9 +218,8 @@ def _check_layers(rotary: RotaryModel) -> None:
     """Raise unless the weights of each layer can be changed on their own.
 
     Raises:
-        ValueError: They are quantised, offloaded or of an unknown kind, or layers attend more than once.
+        ValueError: They are offloaded, or layers attend more than once.
     """
-    projections(rotary)
     if any(parameter.is_meta for parameter in rotary.model.parameters()):
         raise InvalidRequestError(
             f"{argument('adapt')} changes weights, and some of this model's were offloaded for lack of memory: load "
